@@ -1,0 +1,38 @@
+"""Flat minima, measured. Names load on first use, so importing this stays light."""
+
+import importlib
+
+_NAMES = {
+    "runtime": ("device", "scale", "seed_everything"),
+    "data": ("load",),
+    "models": ("build",),
+    "sharpness": (
+        "last_layer_hessian",
+        "hessian_trace",
+        "hessian_eigenvalues",
+        "relative_sharpness",
+        "full_trace",
+        "top_eigenvalue",
+        "loss_landscape",
+    ),
+    "optim": ("SAM", "ASAM", "GSAM", "LookSAM", "MicroBatchSAM", "SharpnessMax"),
+    "training": ("TrainConfig", "fit"),
+    "results": ("load_result",),
+}
+_MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "plotting")
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"flatbook.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"flatbook.{name}")
+    raise AttributeError(f"module 'flatbook' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,90 @@
+"""Checks at the door: each refuses bad input in one sentence and returns what it learnt.
+
+Every message names the argument, what came and what is allowed.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+
+def choice(name: str, value: object, allowed: Collection[str]) -> str:
+    """Return ``value`` if it is one of ``allowed``; else name the nearest."""
+    if isinstance(value, str) and value in allowed:
+        return value
+    near = get_close_matches(str(value), list(allowed), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+
+
+def positive(name: str, value: float) -> float:
+    """Return ``value`` as a float if it is finite and above zero."""
+    return _number(name, value, "a finite number above 0", lambda v: v > 0)
+
+
+def non_negative(name: str, value: float) -> float:
+    """Return ``value`` as a float if it is finite and not below zero."""
+    return _number(name, value, "a finite number of at least 0", lambda v: v >= 0)
+
+
+def fraction(name: str, value: float) -> float:
+    """Return ``value`` as a float if it lies in [0, 1]."""
+    return _number(name, value, "a number in [0, 1]", lambda v: 0 <= v <= 1)
+
+
+def _number(name, value, allowed, holds) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (math.isfinite(value) and holds(value))
+    ):
+        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
+    return float(value)
+
+
+def count(name: str, value: int, *, at_least: int = 1) -> int:
+    """Return ``value`` if it is a whole number of at least ``at_least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} must be a whole number of at least {at_least}; got {value!r}.")
+    return value
+
+
+def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: bool = True) -> Tensor:
+    """Return ``value`` as a finite tensor whose shape fits ``shape``.
+
+    Accepts NumPy arrays. In ``shape`` an int fixes a dimension; a word or None leaves it free
+    and names it in the message. ``(..., )``-like open shapes are not supported: check by hand.
+    """
+    try:
+        value = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor or array; got {type(value).__name__}.") from error
+    fits = value.ndim == len(shape) and all(
+        want == got for want, got in zip(shape, value.shape, strict=True) if isinstance(want, int)
+    )
+    if not fits:
+        words = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} must have shape ({words}); got {tuple(value.shape)}.")
+    if value.numel() == 0:
+        raise ValueError(f"{name} must not be empty; got shape {tuple(value.shape)}.")
+    if floating and not value.is_floating_point():
+        raise ValueError(f"{name} must hold floating-point numbers; got {value.dtype}.")
+    if floating and not value.isfinite().all():
+        raise ValueError(f"{name} must be finite; got inf or nan.")
+    return value
+
+
+def labels(name: str, value, classes: int, *, samples: int | None = None) -> Tensor:
+    """Return ``value`` as int64 class labels in [0, ``classes``), shape ``(samples,)``."""
+    value = tensor(name, value, (samples if samples is not None else "samples",), floating=False)
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"{name} must hold whole numbers; got {value.dtype}.")
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"{name} must lie in 0..{classes - 1}, one label per sample; got {low}..{high}."
+        )
+    return value.long()
