@@ -3,12 +3,15 @@
 Every message names the argument, what came and what is allowed.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # torch loads with the first tensor, so that the command line stays quick
+    from torch import Tensor
 
 
 def choice(name: str, value: object, allowed: Collection[str]) -> str:
@@ -58,10 +61,13 @@ def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: boo
     Accepts NumPy arrays. In ``shape`` an int fixes a dimension; a word or None leaves it free
     and names it in the message. ``(..., )``-like open shapes are not supported: check by hand.
     """
+    import torch
+
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be a tensor or array; got {type(value).__name__}.") from error
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be a tensor or array; got {kind}.") from error
     fits = value.ndim == len(shape) and all(
         want == got for want, got in zip(shape, value.shape, strict=True) if isinstance(want, int)
     )
@@ -79,6 +85,8 @@ def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: boo
 
 def labels(name: str, value, classes: int, *, samples: int | None = None) -> Tensor:
     """Return ``value`` as int64 class labels in [0, ``classes``), shape ``(samples,)``."""
+    import torch
+
     value = tensor(name, value, (samples if samples is not None else "samples",), floating=False)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"{name} must hold whole numbers; got {value.dtype}.")
