@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch loads with the first tensor, so that the command line stays quick
@@ -18,8 +19,9 @@ def choice(name: str, value: object, allowed: Collection[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; else name the nearest."""
     if isinstance(value, str) and value in allowed:
         return value
-    near = get_close_matches(str(value), list(allowed), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    spelt = {option.lower(): option for option in allowed}
+    near = get_close_matches(str(value).lower(), spelt, n=1)
+    hint = f" Did you mean {spelt[near[0]]!r}?" if near else ""
     raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
@@ -39,20 +41,24 @@ def fraction(name: str, value: float) -> float:
 
 
 def _number(name, value, allowed, holds) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and holds(value))
-    ):
+    try:
+        number = (
+            float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        )
+    except OverflowError:  # an int beyond the largest float
+        number = math.nan
+    if not (math.isfinite(number) and holds(number)):
         raise ValueError(f"{name} must be {allowed}; got {value!r}.")
-    return float(value)
+    return number
 
 
-def count(name: str, value: int, *, at_least: int = 1) -> int:
-    """Return ``value`` if it is a whole number of at least ``at_least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{name} must be a whole number of at least {at_least}; got {value!r}.")
-    return value
+def count(name: str, value: int, *, at_least: int = 1, at_most: int | None = None) -> int:
+    """Return ``value`` as an int if it is a whole number in ``at_least`` to ``at_most``."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or value < at_least or (at_most is not None and value > at_most):
+        allowed = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name} must be a whole number {allowed}; got {value!r}.")
+    return int(value)
 
 
 def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: bool = True) -> Tensor:
@@ -61,13 +67,16 @@ def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: boo
     Accepts NumPy arrays. In ``shape`` an int fixes a dimension; a word or None leaves it free
     and names it in the message. ``(..., )``-like open shapes are not supported: check by hand.
     """
+    import numpy as np
     import torch
 
     try:
+        if isinstance(value, np.ndarray):  # torch takes neither reversed nor read-only arrays
+            value = np.require(value, requirements=("C", "W"))
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(value).__name__
-        raise ValueError(f"{name} must be a tensor or array; got {kind}.") from error
+        raise ValueError(f"{name} must be a tensor or array of numbers; got {kind}.") from error
     fits = value.ndim == len(shape) and all(
         want == got for want, got in zip(shape, value.shape, strict=True) if isinstance(want, int)
     )
@@ -90,9 +99,10 @@ def labels(name: str, value, classes: int, *, samples: int | None = None) -> Ten
     value = tensor(name, value, (samples if samples is not None else "samples",), floating=False)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"{name} must hold whole numbers; got {value.dtype}.")
+    value = value.long()
     low, high = int(value.min()), int(value.max())
     if low < 0 or high >= classes:
         raise ValueError(
             f"{name} must lie in 0..{classes - 1}, one label per sample; got {low}..{high}."
         )
-    return value.long()
+    return value

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent."""
+"""Files and folders that are either whole or absent."""
 
 import os
 import tempfile
@@ -50,3 +50,45 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """Build a folder that readers see complete or not at all.
+
+    Yields an empty staging folder beside ``path``, in which to build a folder of the same name. On
+    success that one takes the place of ``path``, and of what was there; on an exception, or if
+    nothing was built, ``path`` stays as it was. A kill can leave the staging folder behind, and if
+    it falls between two renames ``path`` absent, but never in part. Creates missing parents.
+
+    Args:
+        path: The folder to build.
+
+    Yields:
+        The staging folder.
+
+    Raises:
+        FileNotFoundError: If no folder named ``path.name`` was built.
+
+    Example:
+        >>> home = Path(tempfile.mkdtemp())
+        >>> with atomic_folder(home / "images") as staging:
+        ...     (staging / "images").mkdir()
+        ...     _ = (staging / "images" / "cat.txt").write_text("meow")
+        >>> [entry.name for entry in home.rglob("*")]
+        ['images', 'cat.txt']
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".part"
+    ) as staging:
+        yield Path(staging)
+        built = Path(staging, path.name)
+        if not built.is_dir():
+            raise FileNotFoundError(
+                f"{path} was not built: its staging folder holds no {path.name}."
+            )
+        if path.exists():
+            os.replace(path, Path(staging, f"{path.name}.old"))
+        os.replace(built, path)
