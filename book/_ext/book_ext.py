@@ -36,6 +36,12 @@ def local_mathjax(app: Sphinx, config) -> None:
     config.mathjax_path = script.name
 
 
+def fill_address(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Print the repository's address, which stands in _config.yml only."""
+    address = app.config.html_theme_options["repository_url"]
+    source[0] = source[0].replace("REPOSITORY_ADDRESS", address)
+
+
 def anchor_claims(app: Sphinx, doctree: nodes.document) -> None:
     """Give the cell tagged ``claim-ID`` the anchor ``#claim-ID``."""
     for cell in doctree.findall(nodes.container):
@@ -152,6 +158,7 @@ def local_lab_button(app: Sphinx, pagename, templatename, context, doctree) -> N
 
 def setup(app: Sphinx) -> dict:
     app.connect("config-inited", local_mathjax, priority=100)
+    app.connect("source-read", fill_address)
     app.connect("doctree-read", anchor_claims)
     # After the theme has built its buttons (501) and before the page is written.
     app.connect("html-page-context", local_lab_button, priority=900)
