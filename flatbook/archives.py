@@ -10,15 +10,12 @@ import io
 import lzma
 import zipfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from flatbook import files
 
 ASSETS = Path(__file__).with_name("assets")
 FASHION_CHECKSUM = "b5c4214bdf922be3c3d2e0bd77054648436869ae2a6618914f3d7124fcb44f92"
@@ -95,20 +92,34 @@ def checksum(*arrays: np.ndarray | Tensor) -> str:
 
 def pixels(images: np.ndarray, labels: Sequence[int], indices: np.ndarray | None = None) -> Part:
     """Serve bytes ``(rows, height, width)`` or ``(…, channels)``, channels first, in [0, 1]."""
-    images = np.asarray(images)
+    if images.dtype != np.uint8 or len(images) != len(labels):
+        raise CorruptDataError(
+            f"images must be bytes and as many as the labels, {len(labels)}; got {len(images)} of "
+            f"{images.dtype}."
+        )
     images = images[..., None] if images.ndim == 3 else images
     height, width, channels = images.shape[1:]
-    return _part(lambda rows: _scaled(images[rows]), labels, (channels, height, width), indices)
+    return part(lambda rows: _scaled(images[rows]), labels, (channels, height, width), indices)
 
 
 def table(values: np.ndarray, labels: Sequence[int], indices: np.ndarray | None = None) -> Part:
-    """Serve rows of numbers as float32, unchanged."""
-    return _part(
+    """Serve rows of finite numbers as float32, unchanged."""
+    if not np.isfinite(values).all() or len(values) != len(labels):
+        raise CorruptDataError(
+            f"rows must be finite and as many as the labels, {len(labels)}; got {len(values)}."
+        )
+    return part(
         lambda rows: torch.from_numpy(values[rows]).float(), labels, values.shape[1:], indices
     )
 
 
-def _part(fetch, labels, shape, indices) -> Part:
+def part(
+    fetch: Callable[[np.ndarray], Tensor],
+    labels: Sequence[int],
+    shape: tuple[int, ...],
+    indices: np.ndarray | None = None,
+) -> Part:
+    """Return a `Part` whose rows are numbered from 0 unless ``indices`` says otherwise."""
     labels = np.asarray(labels, dtype=np.int64)
     indices = np.arange(len(labels)) if indices is None else np.asarray(indices, dtype=np.int64)
     return Part(labels, shape, fetch, indices)
@@ -132,23 +143,6 @@ def fashion_subset(folder: Path) -> Source:
     return Source(pixels(*parts[:3]), pixels(*parts[3:]), FASHION_CLASSES)
 
 
-def torchvision_set(folder: Path, kind: str, *, classes: tuple[str, ...] | None = None) -> Source:
-    """Read what ``torchvision.datasets.KIND(folder)`` reads and verifies."""
-    from torchvision import datasets
-
-    splits = [getattr(datasets, kind)(folder, train=train) for train in (True, False)]
-    train, test = (pixels(np.asarray(split.data), split.targets) for split in splits)
-    return Source(train, test, classes or tuple(splits[0].classes))
-
-
-def download(folder: Path, kind: str, content: str) -> None:
-    """Download ``torchvision.datasets.KIND`` so that ``folder / content`` is whole or absent."""
-    from torchvision import datasets
-
-    with files.atomic_folder(folder / content) as staging:
-        getattr(datasets, kind)(staging, download=True)
-
-
 def mnist_npz(folder: Path) -> Source:
     """Read MNIST from ``mnist.npz``, 28 × 28 bytes an image, in the original order."""
     with np.load(folder / "mnist.npz") as archive:
@@ -166,24 +160,24 @@ def cifar100_sheets(folder: Path) -> Source:
     """
     path = folder / "cifar100_subset_webp_sheets.zip"
 
-    def part(split: str) -> Part:
+    def sheets(split: str) -> Part:
         with zipfile.ZipFile(path) as archive:
             labels = np.frombuffer(archive.read(f"{split}_labels.bin"), np.uint8)
 
         def fetch(rows: np.ndarray) -> Tensor:
             images = np.empty((len(rows), TILE, TILE, 3), np.uint8)
-            sheets, places = np.divmod(rows, ROWS * COLUMNS)
+            numbers, places = np.divmod(rows, ROWS * COLUMNS)
             with zipfile.ZipFile(path) as archive:
-                for sheet in np.unique(sheets):
-                    here = sheets == sheet
+                for sheet in np.unique(numbers):
+                    here = numbers == sheet
                     images[here] = _tiles(archive.read(f"{split}_{sheet:03d}.webp"))[places[here]]
             return _scaled(images)
 
-        return _part(fetch, labels, (3, TILE, TILE), None)
+        return part(fetch, labels, (3, TILE, TILE))
 
     with zipfile.ZipFile(path) as archive:
         classes = tuple(archive.read("classes.txt").decode().split())
-    return Source(part("train"), part("test"), classes)
+    return Source(sheets("train"), sheets("test"), classes)
 
 
 def _tiles(webp: bytes) -> np.ndarray:
@@ -273,55 +267,3 @@ def encode_adult(train: list[list[str]], test: list[list[str]]) -> Source:
     )
     names = (*ADULT_NUMBERS, *encoder.get_feature_names_out([*ADULT_CATEGORIES]))
     return Source(*parts, ADULT_CLASSES, tuple(names))
-
-
-def image_folder(folder: Path, name: str, *, image_size: int) -> Source:
-    """Read ``folder/name/{train,test|val}/CLASS/*.jpg``, scaled and cropped to squares.
-
-    The shorter side becomes ``image_size`` pixels and the centre is kept. Images are decoded only
-    when fetched.
-    """
-    home = folder / name
-    classes = _subfolders(home / "train")
-    held_out = [s for s in ("test", "val") if classes and _subfolders(home / s) == classes]
-    if not held_out:
-        raise CorruptDataError(
-            f"{home} must hold train/CLASS/ and, with the same {len(classes)} classes, test/CLASS/ "
-            "or val/CLASS/."
-        )
-    train, test = (_image_part(home / split, image_size) for split in ("train", held_out[0]))
-    return Source(train, test, tuple(classes))
-
-
-def _subfolders(folder: Path) -> list[str]:
-    return (
-        sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-        if folder.is_dir()
-        else []
-    )
-
-
-def _image_part(folder: Path, size: int) -> Part:
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import functional
-
-    listing = ImageFolder(folder)
-
-    def decode(row: int) -> Tensor:
-        path, _ = listing.samples[row]
-        try:
-            image = listing.loader(path)
-        except OSError as error:
-            raise CorruptDataError(f"{path} is not a readable image: {error}.") from error
-        return functional.pil_to_tensor(
-            functional.center_crop(functional.resize(image, size), size)
-        )
-
-    def fetch(rows: np.ndarray) -> Tensor:
-        images = torch.empty(len(rows), 3, size, size)
-        with ThreadPoolExecutor() as pool:
-            for place, image in enumerate(pool.map(decode, rows)):
-                images[place] = image
-        return images.div_(255)
-
-    return _part(fetch, listing.targets, (3, size, size), None)

@@ -18,19 +18,9 @@ from flatbook.archives import CorruptDataError, DataNotFoundError, Part, checksu
 from flatbook.registry import SETS, data_root
 
 __all__ = [
-    "NAMES",
-    "CatalogueRow",
-    "CorruptDataError",
-    "DataNotFoundError",
-    "Dataset",
-    "Split",
-    "balanced_indices",
-    "catalogue",
-    "checksum",
-    "data_root",
-    "gaussian_blobs",
-    "load",
-]
+    "NAMES", "CatalogueRow", "CorruptDataError", "DataNotFoundError", "Dataset", "Split",
+    "balanced_indices", "catalogue", "checksum", "data_root", "gaussian_blobs", "load",
+]  # fmt: skip
 
 NAMES = tuple(SETS)
 
@@ -168,18 +158,15 @@ def load(
     folder, read = found
     with registry.intact(name, folder):
         source = registry.verified(name, folder, read(folder, **options))
-    chosen = [
-        _rows(part, argument, n, seed)
-        for part, argument, n in (
-            (source.train, "n_train", n_train),
-            (source.test, "n_test", n_test),
-        )
-    ]
-    _refuse_beyond_memory(name, sum(len(r) for r in chosen), source.train.shape)
+    chosen = {
+        source.train: _rows(source.train, "n_train", n_train, seed),
+        source.test: _rows(source.test, "n_test", n_test, seed),
+    }
+    registry.refuse_beyond_memory(name, sum(map(len, chosen.values())), source.train.shape)
     with registry.intact(name, folder):
         train, test = (
             Split(part.fetch(rows), *map(torch.from_numpy, (part.labels[rows], part.indices[rows])))
-            for part, rows in zip((source.train, source.test), chosen, strict=True)
+            for part, rows in chosen.items()
         )
     num_classes = len(source.classes) if source.classes else entry.classes
     return Dataset(name, train, test, num_classes, source.classes, source.feature_names)
@@ -190,24 +177,6 @@ def _rows(part: Part, argument: str, n: int | None, seed: int) -> np.ndarray:
         return np.arange(len(part.labels))
     checks.count(argument, n, at_most=len(part.labels))
     return balanced_indices(part.labels, n, seed=seed)
-
-
-def _refuse_beyond_memory(name: str, samples: int, shape: tuple[int, ...]) -> None:
-    # Bytes and floats of an image are in memory together for a moment: 1 + 4 each number.
-    needed, held = 5 * samples * math.prod(shape), _memory()
-    if needed > 0.75 * held:
-        raise ValueError(
-            f"{samples} samples of {name}, {' × '.join(map(str, shape))} numbers each, need "
-            f"{needed / 2**30:.1f} GiB and this machine has {held / 2**30:.1f}: ask for fewer with "
-            "n_train and n_test."
-        )
-
-
-def _memory() -> float:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return math.inf
 
 
 def catalogue(root: str | os.PathLike | None = None) -> list[CatalogueRow]:

@@ -1,6 +1,7 @@
 """Which data sets there are, which files make each present, and how to get it."""
 
 import lzma
+import math
 import os
 import pickle
 import zipfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-from flatbook import archives
+from flatbook import archives, runtime, vision
 from flatbook.archives import ASSETS, CorruptDataError, DataNotFoundError, Source
 
 # What reading a damaged file raises, here and in torchvision.
@@ -62,13 +63,13 @@ class Entry:
 def _torchvision(
     kind: str, folder: str, names: str, classes: tuple[str, ...] | None = None
 ) -> dict:
-    read = partial(archives.torchvision_set, kind=kind, classes=classes)
+    read = partial(vision.torchvision_set, kind=kind, classes=classes)
     return {tuple(f"{folder}/{name}" for name in names.split()): read}
 
 
 def _images(name: str, size: int) -> dict:
     return {
-        "layouts": {(f"{name}/train",): partial(archives.image_folder, name=name)},
+        "layouts": {(f"{name}/train",): partial(vision.image_folder, name=name)},
         "get": f"put its images in {name}/train/CLASS/ and {name}/val/CLASS/ there",
         "image_size": size,
     }
@@ -143,7 +144,7 @@ SETS = {
         within="scikit-learn",
     ),
     "location30": Entry(
-        "where 5,010 people checked in, 446 bits each, by kind of person",
+        "check-ins of 5,010 people, 446 bits each, in 30 groups",
         "none stated",
         30,
         {("location30.npz",): archives.location30},
@@ -219,15 +220,17 @@ def find(name: str, places: list[Path]) -> tuple[Path, Callable[..., Source]] | 
     return None
 
 
-def advice(name: str) -> str:
-    """Return how to get a set, as the end of a sentence."""
-    command = f"get it with `flatbook data {name} --download` or load({name!r}, download=True)"
-    return f"{SETS[name].get or command}, or say where it is with root=FOLDER"
-
-
 def absence(name: str, places: list[Path]) -> str:
     """Return a sentence on where a set was looked for and how to get it."""
-    return f"{name} is not in {' or '.join(map(str, places))}: {advice(name)}."
+    return f"{name} is not in {' or '.join(map(str, places))}: {_advice(name)}."
+
+
+def _advice(name: str) -> str:
+    entry = SETS[name]
+    if entry.within:
+        return f"install {entry.within} again"
+    command = f"get it with `flatbook data {name} --download` or load({name!r}, download=True)"
+    return f"{entry.get or command}, or say where it is with root=FOLDER"
 
 
 def download(name: str, folder: Path) -> None:
@@ -238,7 +241,7 @@ def download(name: str, folder: Path) -> None:
     """
     wanted = next(iter(SETS[name].layouts))
     try:
-        archives.download(folder, SETS[name].torchvision, Path(wanted[0]).parts[0])
+        vision.download(folder, SETS[name].torchvision, Path(wanted[0]).parts[0])
     except (OSError, RuntimeError) as error:
         raise DataNotFoundError(f"{name} could not be downloaded to {folder}: {error}.") from error
 
@@ -251,11 +254,10 @@ def intact(name: str, folder: Path) -> Iterator[None]:
     except (CorruptDataError, PermissionError):
         raise
     except _DAMAGE as error:
-        mend = (
-            "install its package again" if SETS[name].within else f"remove it, then {advice(name)}"
-        )
+        mend = _advice(name) if SETS[name].within else f"remove it, then {_advice(name)}"
+        reason = str(error).rstrip(".") or type(error).__name__
         raise CorruptDataError(
-            f"{name} in {folder} is damaged or incomplete ({error}): {mend}."
+            f"{name} in {folder} is damaged or incomplete ({reason}): {mend}."
         ) from error
 
 
@@ -280,3 +282,15 @@ def verified(name: str, folder: Path, source: Source) -> Source:
                 f"labels of {name} in {folder} must lie in 0..{classes - 1}; got {low}..{high}."
             )
     return source
+
+
+def refuse_beyond_memory(name: str, samples: int, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError if reading so many inputs of a shape would fill the machine's memory."""
+    # Bytes and floats of an image are held together for a moment: 1 + 4 per number.
+    needed, held = 5 * samples * math.prod(shape), runtime.memory()
+    if needed > 0.75 * held:
+        raise ValueError(
+            f"{samples} samples of {name}, {' × '.join(map(str, shape))} each, need "
+            f"{needed / 2**30:.1f} GiB and this machine has {held / 2**30:.1f}: ask for fewer with "
+            "n_train and n_test."
+        )

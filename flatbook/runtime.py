@@ -1,5 +1,6 @@
 """Device, scale, seeding and dtype: what a run depends on besides its inputs."""
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -48,7 +49,9 @@ def scale() -> Scale:
     Raises:
         ValueError: If the variable holds anything else.
     """
-    return checks.choice("FLATBOOK_SCALE", os.environ.get("FLATBOOK_SCALE", "quick"), get_args(Scale))
+    return checks.choice(
+        "FLATBOOK_SCALE", os.environ.get("FLATBOOK_SCALE") or "quick", get_args(Scale)
+    )
 
 
 def seed_everything(seed: int) -> int:
@@ -60,8 +63,7 @@ def seed_everything(seed: int) -> int:
     Raises:
         ValueError: If ``seed`` is not a whole number in 0..2**32 - 1.
     """
-    if checks.count("seed", seed, at_least=0) >= 2**32:
-        raise ValueError(f"seed must be below 2**32; got {seed}.")
+    seed = checks.count("seed", seed, at_least=0, at_most=2**32 - 1)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 -- third-party code may draw from the global generator
     torch.manual_seed(seed)
@@ -70,8 +72,12 @@ def seed_everything(seed: int) -> int:
 
 @contextmanager
 def forked_seed(seed: int) -> Iterator[None]:
-    """Seed torch's global generators inside the block and restore them after it."""
-    checks.count("seed", seed, at_least=0)
+    """Seed torch's global generators inside the block and restore them after it.
+
+    Raises:
+        ValueError: If ``seed`` is not a whole number in 0..2**64 - 1.
+    """
+    seed = checks.count("seed", seed, at_least=0, at_most=2**64 - 1)
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -79,10 +85,23 @@ def forked_seed(seed: int) -> Iterator[None]:
 
 
 def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a fresh generator, so that randomness comes in as an argument."""
-    return torch.Generator(device).manual_seed(checks.count("seed", seed, at_least=0))
+    """Return a fresh generator, so that randomness comes in as an argument.
+
+    Raises:
+        ValueError: If ``seed`` is not a whole number in 0..2**64 - 1.
+    """
+    seed = checks.count("seed", seed, at_least=0, at_most=2**64 - 1)
+    return torch.Generator(device).manual_seed(seed)
 
 
 def widened(value: Tensor) -> Tensor:
     """Return ``value`` in float64, or float32 on a device that has no float64 (MPS)."""
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def memory() -> float:
+    """Return the bytes of memory this machine has; infinity if the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return math.inf
