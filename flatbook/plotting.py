@@ -29,19 +29,29 @@ LIGHT = {"background": "#ffffff", "ink": "#24292f", "muted": "#57606a", "grid": 
 DARK = {"background": "#14181e", "ink": "#e6edf3", "muted": "#9aa4af", "grid": "#30363d"}
 
 PALETTE = {
-    "SGD": "#868f99",  # grey
-    "SAM": "#0096ff",  # blue
-    "ASAM": "#d27800",  # orange
-    "GSAM": "#00785a",  # green
-    "LookSAM": "#871eff",  # violet
-    "m-SAM": "#d2000f",  # red
-    "SharpnessMax": "#b41ea5",  # magenta
+    "blue": "#0096ff",
+    "orange": "#d27800",
+    "green": "#00785a",
+    "purple": "#871eff",
+    "red": "#d2000f",
+    "magenta": "#b41ea5",
+    "grey": "#868f99",
 }
-"""Colour of each method. Found by search: among seven colours of which one is grey and each is
-visible on both backgrounds, the two most alike differ by 0.10 in OKLab to readers with normal
-vision, protanopia, deuteranopia or tritanopia (Okabe and Ito's four that are visible: 0.08)."""
+"""Colours for data. Found by search: among seven of which one is grey and each is visible on both
+backgrounds, the two most alike differ by 0.10 in OKLab to readers with normal vision, protanopia,
+deuteranopia or tritanopia (for Okabe and Ito's four that are visible on both: 0.08)."""
 
-MARKERS = dict(zip(PALETTE, "osD^vPX", strict=True))
+METHODS = {
+    "SGD": ("grey", "o"),
+    "SAM": ("blue", "s"),
+    "ASAM": ("orange", "D"),
+    "GSAM": ("green", "^"),
+    "LookSAM": ("purple", "v"),
+    "m-SAM": ("red", "P"),
+    "SharpnessMax": ("magenta", "X"),
+}
+"""Colour and marker of each optimizer, the same in the whole book."""
+
 _ALIASES = {"msam": "m-SAM", "microbatchsam": "m-SAM", "sharpnessmaximisation": "SharpnessMax"}
 
 SEQUENTIAL = "viridis"  # even steps in OKLab: they vary by 7 %, those of cividis by 11 %
@@ -55,7 +65,6 @@ def style() -> dict[str, Any]:
     """Return the Matplotlib settings of the book."""
     from cycler import cycler
 
-    colours = [*list(PALETTE.values())[1:], PALETTE["SGD"]]
     paper = dict.fromkeys(
         ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), LIGHT["background"]
     )
@@ -80,7 +89,7 @@ def style() -> dict[str, Any]:
         "ytick.labelsize": 11,
         "legend.fontsize": 11,
         "legend.edgecolor": "none",
-        "axes.prop_cycle": cycler(color=colours),
+        "axes.prop_cycle": cycler(color=list(PALETTE.values())),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
@@ -194,24 +203,24 @@ def method(name: str) -> str:
         ValueError: If the book has no such method; the message names the nearest.
     """
     key = re.sub(r"[^a-z]", "", name.lower()) if isinstance(name, str) else name
-    known = {re.sub(r"[^a-z]", "", spelt.lower()): spelt for spelt in PALETTE} | _ALIASES
-    return known[key] if key in known else checks.choice("method", name, PALETTE)
+    known = {re.sub(r"[^a-z]", "", spelt.lower()): spelt for spelt in METHODS} | _ALIASES
+    return known[key] if key in known else checks.choice("method", name, METHODS)
 
 
 def method_colour(name: str) -> str:
     """Return the colour a method has everywhere in the book.
 
     Args:
-        name: Such as ``"SAM"``; see :data:`PALETTE`. Case, hyphens and underscores are ignored.
+        name: Such as ``"SAM"``; see :data:`METHODS`. Case, hyphens and underscores are ignored.
 
     Raises:
         ValueError: If there is no such method.
 
     Example:
-        >>> method_colour("looksam") == PALETTE["LookSAM"]
+        >>> method_colour("looksam") == PALETTE["purple"]
         True
     """
-    return PALETTE[method(name)]
+    return PALETTE[METHODS[method(name)][0]]
 
 
 def method_style(name: str) -> dict[str, str]:
@@ -228,7 +237,8 @@ def method_style(name: str) -> dict[str, str]:
         {'color': '#d2000f', 'marker': 'P', 'label': 'm-SAM'}
     """
     name = method(name)
-    return {"color": PALETTE[name], "marker": MARKERS[name], "label": name}
+    colour, marker = METHODS[name]
+    return {"color": PALETTE[colour], "marker": marker, "label": name}
 
 
 def band(ax: Axes, x, mean, low, high, **line):
@@ -293,12 +303,11 @@ def dots_with_interval(
         )
     rows = []
     for row, (label, summary, colour) in enumerate(zip(labels, summaries, colours, strict=True)):
-        look = method_style(label) if label in PALETTE else {"color": PALETTE["SAM"], "marker": "o"}
+        look = method_style(label if label in METHODS else "SAM")
+        marker = look["marker"] if label in METHODS else "o"
         colour = colour or look["color"]
         half = summary.interval(level)[1] - summary.mean if summary.n > 1 else None
-        rows.append(
-            ax.errorbar(summary.mean, row, xerr=half, color=colour, fmt=look["marker"], capsize=0)
-        )
+        rows.append(ax.errorbar(summary.mean, row, xerr=half, color=colour, fmt=marker, capsize=0))
         if len(summary.values) > 1:
             # Below the row, so that neither hides the other.
             ax.scatter(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatbook import plotting
-from flatbook.plotting import DARK, LIGHT, PALETTE
+from flatbook.plotting import DARK, LIGHT, METHODS, PALETTE
 from flatbook.results import Summary, summarise
 
 
@@ -123,8 +123,9 @@ def test_no_data_colour_is_an_ink_token():
 
 
 def test_every_method_has_its_own_marker():
-    assert list(plotting.MARKERS) == list(PALETTE)
-    assert len(set(plotting.MARKERS.values())) == len(set(PALETTE.values())) == len(PALETTE)
+    colours, markers = zip(*METHODS.values(), strict=True)
+    assert set(colours) == set(PALETTE)
+    assert len(set(markers)) == len(set(colours)) == len(METHODS) == len(set(PALETTE.values()))
 
 
 def test_sequential_map_climbs_evenly():
@@ -159,7 +160,7 @@ def test_diverging_map_has_equal_arms():
     ],
 )
 def test_method_names(name, method):
-    assert plotting.method_colour(name) == PALETTE[method]
+    assert plotting.method_colour(name) == PALETTE[METHODS[method][0]]
     assert plotting.method_style(name)["label"] == method
 
 
@@ -198,7 +199,7 @@ def test_dark_twin_of_a_figure(figure, tmp_path):
         assert light.count(LIGHT[role]) > 0
         assert LIGHT[role] not in dark
         assert dark.count(DARK[role]) == light.count(LIGHT[role])
-    assert dark.count(PALETTE["SAM"]) == light.count(PALETTE["SAM"]) > 0
+    assert dark.count(PALETTE["blue"]) == light.count(PALETTE["blue"]) > 0
     image = re.compile(r"data:image/png;base64,[^\"]+")
     assert image.findall(dark) == image.findall(light) != []
     assert plotting.darken(dark) == dark
@@ -213,7 +214,7 @@ def test_dark_twin_of_a_figure(figure, tmp_path):
 
 def test_every_paint_of_a_figure_is_a_token_or_data(figure, tmp_path):
     svg = saved(figure, tmp_path / "a.svg")
-    assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {*LIGHT.values(), PALETTE["SAM"]}
+    assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {*LIGHT.values(), PALETTE["blue"]}
     # Letters without a colour would be black, and vanish in the dark.
     words = [part for part in ET.fromstring(svg).iter() if part.get("id", "").startswith("text_")]
     assert len(words) > 10
@@ -353,8 +354,8 @@ def test_dots_show_means_intervals_and_measurements(ax):
             assert ends[:, 0] == pytest.approx(summary.interval())
         else:
             assert not bars
-    assert rows[0][0].get_color() == PALETTE["SAM"]
-    assert rows[2][0].get_marker() == plotting.MARKERS["SGD"]
+    assert rows[0][0].get_color() == PALETTE["blue"]
+    assert rows[2][0].get_marker() == METHODS["SGD"][1]
     dots = [c for c in ax.collections if isinstance(c, matplotlib.collections.PathCollection)]
     assert [dot.get_offsets()[:, 0].tolist() for dot in dots] == [[0.90, 0.91, 0.92]]
 
@@ -377,7 +378,7 @@ def test_landscape_of_one_direction(ax):
     line = plotting.landscape(ax, surface, **plotting.method_style("ASAM"))
     assert line.get_xdata().tolist() == surface.alphas.tolist()
     assert line.get_ydata() == pytest.approx(np.linspace(1, 2, 9))
-    assert line.get_color() == PALETTE["ASAM"]
+    assert line.get_color() == PALETTE["orange"]
     assert ax.get_ylabel() == "loss (nats)"
 
 
