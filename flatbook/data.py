@@ -137,6 +137,10 @@ def load(
         (torch.Size([100, 1, 8, 8]), tensor([10, 10, 10, 10, 10, 10, 10, 10, 10, 10]))
     """
     entry = SETS[checks.choice("name", name, NAMES)]
+    limits = entry.sizes or (None, None)  # a folder of images tells its own only when read
+    for argument, n, limit in zip(("n_train", "n_test"), (n_train, n_test), limits, strict=True):
+        if n is not None:
+            checks.count(argument, n, at_most=limit)
     checks.count("seed", seed, at_least=0)
     if not isinstance(download, bool):
         raise ValueError(f"download must be True or False; got {download!r}.")

@@ -18,6 +18,7 @@ from flatbook import archives
 from flatbook.data import balanced_indices
 from flatbook.files import atomic_write
 
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 SIZES = {"train": 10_000, "t10k": 2_000}
 
 
@@ -34,15 +35,18 @@ def subset(folder: Path) -> dict[str, np.ndarray]:
     return dict(zip(archives.FASHION_ARRAYS, arrays, strict=True))
 
 
+def build(folder: Path, out: Path) -> str:
+    arrays = subset(folder)
+    with atomic_write(out, "wb") as file:
+        np.savez_compressed(file, **arrays)  # dates its members 1980, whenever it runs
+    return archives.checksum(*arrays.values())
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default="/usr/share/datasets/fashion-mnist")
+    parser.add_argument("folder", nargs="?", type=Path, default=DEBIAN)
     parser.add_argument("--out", type=Path, default=archives.ASSETS / "fashion-mnist.npz")
     options = parser.parse_args()
-    arrays = subset(options.folder)
-    with atomic_write(options.out, "wb") as file:
-        np.savez_compressed(file, **arrays)  # dates its members 1980, whenever it runs
-    print(f"{options.out}: {options.out.stat().st_size:,} bytes")
-    found = archives.checksum(*arrays.values())
+    found = build(options.folder, options.out)
     same = "as recorded" if found == archives.FASHION_CHECKSUM else "NOT archives.FASHION_CHECKSUM"
-    print(f"checksum {found}, {same}")
+    print(f"{options.out}: {options.out.stat().st_size:,} bytes, checksum {found}, {same}")

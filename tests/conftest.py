@@ -7,8 +7,12 @@ from typing import NoReturn
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+settings.register_profile("flatbook", deadline=None)  # a busy machine is no failure
+settings.load_profile("flatbook")
 
 
 def shared_folder() -> Path:
