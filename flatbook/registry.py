@@ -84,7 +84,7 @@ _KRIZHEVSKY = "none stated; research use with citation (Krizhevsky, 2009)"
 
 SETS = {
     "fashion-mnist": Entry(
-        "clothes, 28 × 28 grey: a class-balanced sixth of fashion-mnist-full",
+        "clothes, 28 × 28 grey: 12,000 of fashion-mnist-full, as many of each class",
         "MIT",
         10,
         {("fashion-mnist.npz",): archives.fashion_subset},
