@@ -19,10 +19,10 @@ _NAMES = {
     "training": ("TrainConfig", "fit"),
     "results": ("load_result",),
 }
-_MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "plotting")
+_MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+__all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 

@@ -250,6 +250,9 @@ def load_result(
         scale: ``"quick"``, ``"laptop"`` or ``"gpu"``; by default the largest recorded.
         folder: Where to look; by default :func:`results_folder`.
 
+    Returns:
+        The run, as it was saved.
+
     Raises:
         ResultError: If the run is not recorded, or its file is damaged, of another version, or
             holds another run than its name says.
