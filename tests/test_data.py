@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import math
 import random
 import runpy
@@ -349,6 +350,21 @@ def test_a_failed_md5_of_torchvision_is_noticed(tmp_path):
         data.CorruptDataError, match=r"cifar10 in .* damaged .*load.'cifar10', down"
     ):
         data.load("cifar10", root=tmp_path)
+
+
+def test_sheets_are_cut_row_by_row(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (500, 32, 32, 3), dtype=np.uint8)
+    rows = [np.concatenate([*images[start : start + 25]], axis=1) for start in range(0, 500, 25)]
+    sheet = io.BytesIO()
+    Image.fromarray(np.concatenate(rows)).save(sheet, "WEBP", lossless=True)
+    with zipfile.ZipFile(tmp_path / "cifar100_subset_webp_sheets.zip", "w") as archive:
+        archive.writestr("classes.txt", "apple\nbear")
+        for split in ("train", "test"):
+            archive.writestr(f"{split}_labels.bin", bytes(500))
+            archive.writestr(f"{split}_000.webp", sheet.getvalue())
+    chosen = np.array([0, 1, 24, 25, 499])
+    x = archives.cifar100_sheets(tmp_path).test.fetch(chosen)
+    assert x.equal(torch.from_numpy(images[chosen]).permute(0, 3, 1, 2) / 255)
 
 
 @pytest.mark.parametrize(
