@@ -28,7 +28,7 @@ def _plainly() -> Iterator[None]:
     except (ValueError, OSError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
-            text = f"{error.filename or 'A file'}: {error.strerror}."
+            text = ": ".join(filter(None, (error.filename, error.strerror))) + "."
         typer.secho(f"Error: {text}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from error
 

@@ -48,6 +48,7 @@ _KINDS = {
     "values": dict,
     "data": dict,
     "packages": dict,
+    "command": str,
     "device": str,
     "wall_seconds": _NUMBER,
     "peak_memory_mib": (*_NUMBER, type(None)),
@@ -77,6 +78,7 @@ class Run:
             :class:`Summary` for means.
         data: The checksum of each data set it read.
         packages: Versions, Python's included.
+        command: What a reader types to run it again.
         device: The machine in words.
         wall_seconds: How long it took.
         peak_memory_mib: The largest resident memory of a single process (MiB).
@@ -92,6 +94,7 @@ class Run:
     values: Mapping[str, Any]
     data: Mapping[str, str]
     packages: Mapping[str, str]
+    command: str
     device: str
     wall_seconds: float
     peak_memory_mib: float | None
@@ -181,10 +184,9 @@ class Run:
                 f"`{one[:10]}`" + " with uncommitted changes" * one.endswith("+")
                 for one in self.commit.split(", ")
             )
-        command = f"flatbook run {self.name} --scale {self.scale}"
         when = f"{date.day} {date:%B %Y}"
         made = f"{', '.join(parts)}; on {self.device}; in {cost}; {source}"
-        return f"Recorded on {when} by `{command}`: {made}."
+        return f"Recorded on {when} by `{self.command}`: {made}."
 
 
 def _check_name(name: str) -> str:
@@ -279,40 +281,41 @@ def load_result(
             f"`flatbook run {name} --scale {scale}` records it."
         )
     path = folder / f"{name}.{scale}.json"
-    again = f"`flatbook run {name} --scale {scale}` records it anew"
-    content = _content(path, again)
+    content = _content(path)
     try:
         run = Run(**content)
     except ValueError as error:
-        raise ResultError(f"{path} is damaged: {str(error).rstrip('.')}; {again}.") from error
+        raise ResultError(
+            f"{path} is damaged: {str(error).rstrip('.')}; record it anew."
+        ) from error
     if (run.name, run.scale) != (name, scale):
         raise ResultError(f"{path} holds the run {run.name!r} at {run.scale}: it was renamed.")
     return run
 
 
-def _content(path: Path, again: str) -> dict[str, Any]:
+def _content(path: Path) -> dict[str, Any]:
     """Return the parts of the run in ``path``, after checking that all and only they are there."""
     try:
         content = read_json(path)
     except ValueError as error:
-        raise ResultError(f"{str(error).rstrip('.')}; {again}.") from error
+        raise ResultError(f"{str(error).rstrip('.')}; record it anew.") from error
     except OSError as error:
         raise ResultError(f"{path} cannot be read: {error.strerror}.") from error
     schema = content.pop("schema", None) if isinstance(content, dict) else None
     if type(schema) is not int:
-        raise ResultError(f"{path} is not a recorded run: it has no schema number; {again}.")
+        raise ResultError(f"{path} is not a recorded run: it has no schema number; record it anew.")
     if schema != SCHEMA:
-        age, cure = ("newer", "update flatbook") if schema > SCHEMA else ("older", again)
+        age, cure = ("newer", "update flatbook") if schema > SCHEMA else ("older", "record it anew")
         raise ResultError(
             f"{path} was written by a version of flatbook that is {age} (schema {schema}, this "
             f"one reads {SCHEMA}); {cure}."
         )
     missing = ", ".join(part for part in _KINDS if part not in content)
     if missing:
-        raise ResultError(f"{path} lacks {missing}; {again}.")
+        raise ResultError(f"{path} lacks {missing}; record it anew.")
     unknown = ", ".join(part for part in content if part not in _KINDS)
     if unknown:
-        raise ResultError(f"{path} has parts that no run has, {unknown}; {again}.")
+        raise ResultError(f"{path} has parts that no run has, {unknown}; record it anew.")
     return content
 
 
@@ -347,6 +350,7 @@ def record(
     *,
     seeds: Sequence[int] = (),
     data: Mapping[str, str] | None = None,
+    command: str | None = None,
     workers: int = 0,
 ) -> Iterator[Recording]:
     """Time the block, measure its memory, and make a :class:`Run` of what it measured.
@@ -359,6 +363,7 @@ def record(
         config: The options, as a dataclass or a mapping.
         seeds: The seeds; may be set in the block instead.
         data: The checksum of each data set; may be set in the block instead.
+        command: What runs it again; by default ``flatbook run NAME --scale SCALE``.
         workers: How many processes the block uses besides this one.
 
     Yields:
@@ -401,6 +406,7 @@ def record(
         seeds=recording.seeds,
         values=recording.values,
         data=recording.data,
+        command=command or f"flatbook run {name} --scale {scale}",
         wall_seconds=round(seconds, 3),
         peak_memory_mib=peak_memory_mib(),
         peak_gpu_memory_mib=(

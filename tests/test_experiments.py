@@ -209,6 +209,7 @@ def test_a_process_computes_with_one_thread(monkeypatch):
 
 def test_seeds_and_destination_can_be_chosen(tmp_path):
     run = execute("tiny", "laptop", seeds=2, out=tmp_path / "new" / "mine.json", workers=0)
+    assert run.command == "flatbook run tiny --scale laptop --seeds 2"
     assert run.config["seeds"] == run.summary("heads").n == 2
     assert read_json(tmp_path / "new" / "mine.json")["name"] == "tiny"
     execute("tiny", "laptop", seeds=2, out=tmp_path / "new", workers=0)

@@ -47,6 +47,7 @@ def make_run(**changes) -> Run:
         "values": {"SAM": {"accuracy": summarise([0.9, 0.91, 0.92])}, "note": "none"},
         "data": {"fashion-mnist": "ab" * 32},
         "packages": {"python": "3.11.7", "torch": "2.14.1"},
+        "command": "make runs",
         "device": "a processor, 2 threads",
         "wall_seconds": 12.5,
         "peak_memory_mib": 512.0,
@@ -319,9 +320,9 @@ def damaged(folder, change):
     [
         (lambda c: c.pop("schema"), "it has no schema number"),
         (lambda c: c.update(schema="1"), "it has no schema number"),
-        (lambda c: c.update(schema=0), r"older \(schema 0, this one reads 1\); `flatbook run opt"),
+        (lambda c: c.update(schema=0), r"older \(schema 0, this one reads 1\); record it anew"),
         (lambda c: c.update(schema=2), r"newer \(schema 2, this one reads 1\); update flatbook"),
-        (lambda c: (c.pop("seeds"), c.pop("date")), "lacks seeds, date; `flatbook run"),
+        (lambda c: (c.pop("seeds"), c.pop("date")), "lacks seeds, date; record it anew"),
         (lambda c: c.update(extra=1), "parts that no run has, extra"),
         (lambda c: c.update(name="other"), "holds the run 'other' at quick: it was renamed"),
         (lambda c: c.update(scale="gpu"), "holds the run 'optimizers' at gpu: it was renamed"),
@@ -383,7 +384,7 @@ def test_provenance_says_all():
     text = make_run(commit="a" * 40, peak_gpu_memory_mib=2048.0, wall_seconds=7300).provenance()
     for part in (
         "30 November 2025",
-        "`flatbook run optimizers --scale quick`",
+        "by `make runs`:",
         "5 seeds",
         "fashion-mnist (SHA-256 abababababab…)",
         "python 3.11.7",
@@ -440,6 +441,7 @@ def test_record_measures():
     assert 0 < run.wall_seconds < 60
     assert run.packages["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert run.device == provenance.machine()
+    assert run.command == "flatbook run coin --scale quick"
     assert run.date.endswith("Z")
 
 

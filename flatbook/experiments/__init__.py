@@ -143,7 +143,10 @@ def execute(
     if fresh and checkpoint.exists():
         shutil.rmtree(checkpoint)
     before = earlier(checkpoint)
-    with record(name, scale, config, workers=workers) as recording:
+    command = f"flatbook run {name} --scale {scale}" + (
+        "" if seeds is None else f" --seeds {seeds}"
+    )
+    with record(name, scale, config, command=command, workers=workers) as recording:
         outcome = experiment.run(config, checkpoint=checkpoint, progress=progress, workers=workers)
         recording.values = outcome.values
         recording.seeds, recording.data = outcome.seeds, outcome.data
