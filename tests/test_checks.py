@@ -100,11 +100,18 @@ def test_tensor_takes_arrays_as_they_come():
         (torch.zeros(2, 3, dtype=torch.cfloat), "x must hold floating-point numbers"),
         (torch.full((2, 3), torch.nan), "x must be finite; got inf or nan"),
         (torch.full((2, 3), torch.inf), "x must be finite; got inf or nan"),
+        (torch.tensor([[torch.inf, 0, -torch.inf]]), "x must be finite; got inf or nan"),
     ],
 )
 def test_tensor_refuses(value, message):
     with pytest.raises(ValueError, match=message):
         checks.tensor("x", value, ("rows", 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_tensor_takes_finite_numbers_whose_sum_is_not(dtype):
+    value = torch.full((2, 3), torch.finfo(dtype).max, dtype=dtype)
+    assert checks.tensor("x", value, ("rows", 3)) is value
 
 
 def test_tensor_writes_a_free_dimension_as_any():
