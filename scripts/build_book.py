@@ -18,7 +18,9 @@ from pathlib import Path
 import jupytext
 import yaml
 from jupyter_cache import get_cache
-from jupyter_cache.executors.utils import create_cache_bundle, single_nb_execution
+from jupyter_cache.executors.utils import create_cache_bundle
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "_build"
@@ -67,14 +69,21 @@ def execute(key: int, timeout: int) -> tuple[str, float, str | None]:
     os.environ.setdefault("FLATBOOK_PROGRESS", "0")
     cache = get_cache(CACHE)
     page = cache.get_project_notebook(key)
-    start = time.perf_counter()
-    result = single_nb_execution(
-        page.nb, cwd=str(Path(page.uri).parent), timeout=timeout, allow_errors=False
+    client = NotebookClient(
+        page.nb,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(Path(page.uri).parent)}},
+        record_timing=False,
+        extra_arguments=["--log-level=40"],  # the kernel's remarks about its transport
     )
+    start = time.perf_counter()
+    try:
+        client.execute()
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        return page.uri, time.perf_counter() - start, str(error)
     seconds = time.perf_counter() - start
-    if result.err:
-        return page.uri, seconds, result.exc_string
-    bundle = create_cache_bundle(page, None, None, result.time, None)
+    bundle = create_cache_bundle(page, None, None, seconds, None)
     cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
     return page.uri, seconds, None
 
@@ -104,11 +113,14 @@ def execute_all(workers: int, timeout: int) -> None:
 
 
 def render(strict: bool) -> None:
-    command = [sys.executable, "-m", "jupyter_book", "build", str(ROOT), "--quiet"]
+    jupyter_book = Path(sys.executable).with_name("jupyter-book")
+    command = [jupyter_book, "build", ROOT, "--quiet"]
     if strict:
         command += ["--warningiserror", "--keep-going"]
     env = os.environ | {"JUPYTERCACHE": str(CACHE)}
     if subprocess.run(command, env=env, cwd=ROOT).returncode:
+        # Sphinx would not read these pages again, and the next build would pass.
+        shutil.rmtree(BUILD / ".doctrees", ignore_errors=True)
         sys.exit("the book did not build: see the messages above")
 
 

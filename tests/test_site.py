@@ -142,8 +142,11 @@ def test_page_is_whole(visit, name, view):
         loaded, alt, display, names = state
         assert loaded
         assert alt.strip()
-        hidden = ("only-dark" if view != "dark" else "only-light") in names
+        hidden = ("ink-dark" if view != "dark" else "ink-light") in names
         assert (display == "none") == hidden
+
+    captions = page.locator("article figcaption")
+    assert all(captions.nth(i).is_visible() for i in range(captions.count()))
 
     # Nothing sticks out sideways.
     assert page.evaluate(

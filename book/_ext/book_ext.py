@@ -115,7 +115,7 @@ def pair_figures(app: Sphinx, pagename, templatename, context, doctree) -> None:
     def pair(match: re.Match) -> str:
         tag = match.group(0)
         dark = tag.replace(match["src"] + ".svg", match["src"] + "-dark.svg")
-        return _with_class(tag, "only-light") + _with_class(dark, "only-dark")
+        return _with_class(tag, "ink-light") + _with_class(dark, "ink-dark dark-light")
 
     if "body" in context:
         context["body"] = IMAGE.sub(pair, context["body"])

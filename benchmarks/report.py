@@ -1,0 +1,124 @@
+"""Write RESULTS.md and the record that the book plots, from pytest-benchmark's JSON."""
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench_sharpness import CLASSES, PROBES, SAMPLES, WIDTHS
+
+from flatbook.results import record
+
+HERE = Path(__file__).resolve().parent
+RECORD = HERE.parent / "book" / "_results" / "benchmarks.laptop.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio of medians and the bar it is held to."""
+
+    what: str
+    group: str
+    above: str
+    below: str
+    bar: float
+    at_least: bool = False
+
+    def met(self, ratio: float) -> bool:
+        return ratio >= self.bar if self.at_least else ratio <= self.bar
+
+
+SPEED, FORWARD = f"last-layer trace, m={WIDTHS[-1]}", "trace on top of the forward pass"
+FULL, STEP, START = "full-model trace, 20 products", "five steps, small CNN, batch 128", "start-up"
+TARGETS = [
+    Target(
+        "last-layer trace, dense autograd Hessian / closed form",
+        SPEED,
+        "autograd Hessian",
+        "closed form",
+        300,
+        at_least=True,
+    ),
+    Target(
+        "forward pass with trace / without", FORWARD, "forward and trace", "forward", 1.10
+    ),
+    Target("full-model trace, flatbook / PyHessian", FULL, "flatbook", "PyHessian", 1.0),
+    Target("full-model trace, flatbook / curvlinops", FULL, "flatbook", "curvlinops", 1.0),
+    Target("step, SAM / plain", STEP, "flatbook SAM", "plain", 2.15),
+    Target(
+        "step, SAM / pytorch_optimizer's SAM", STEP, "flatbook SAM", "pytorch_optimizer SAM", 1.0
+    ),
+    Target("step, LookSAM (k=5) / plain", STEP, "LookSAM, k=5", "plain", 1.35),
+    Target("import flatbook / import torch", START, "import flatbook", "import torch", 1.5),
+    Target(
+        "import flatbook and use torch / import torch",
+        START,
+        "import flatbook and torch",
+        "import torch",
+        1.5,
+    ),
+]
+
+
+def main() -> None:
+    source = json.loads(Path(sys.argv[1]).read_text())
+    medians: dict[str, dict[str, float]] = defaultdict(dict)
+    errors: dict[str, dict[str, float]] = defaultdict(dict)
+    for bench in source["benchmarks"]:
+        medians[bench["group"]][bench["name"]] = bench["stats"]["median"]
+        if "relative_error" in bench["extra_info"]:
+            errors[bench["group"]][bench["name"]] = bench["extra_info"]["relative_error"]
+
+    by_width = [medians[f"last-layer trace, m={width}"] for width in WIDTHS]
+    error_by_width = [errors[f"last-layer trace, m={width}"] for width in WIDTHS]
+    names = list(by_width[0])
+    config = {"samples": SAMPLES, "classes": CLASSES, "probes": PROBES, "threads": 1}
+    with record("benchmarks", "laptop", config) as recording:
+        recording.seeds = [0]
+        recording.values = {
+            "last_layer_trace": config
+            | {
+                "widths": list(WIDTHS),
+                "seconds": {name: [row[name] for row in by_width] for name in names},
+                "relative_error": {name: [row[name] for row in error_by_width] for name in names},
+            },
+            "medians": {group: dict(rows) for group, rows in medians.items()},
+        }
+    run = recording.run
+    run.save(RECORD)
+    (HERE / "RESULTS.md").write_text(page(medians, run.provenance()), encoding="utf-8")
+    print(f"wrote {HERE / 'RESULTS.md'} and {RECORD}")
+
+
+def page(medians: dict[str, dict[str, float]], provenance: str) -> str:
+    lines = [
+        "# Timings side by side",
+        "",
+        "Written by `make bench`: every contender in one process on the same input, one torch",
+        "thread, ratios of medians. The machine is shared and noisy; a ratio moves by some per",
+        "cent from run to run.",
+        "",
+        provenance,
+        "",
+        "| ratio | measured | target | |",
+        "|---|---:|---:|---|",
+    ]
+    for target in TARGETS:
+        rows = medians[target.group]
+        ratio = rows[target.above] / rows[target.below]
+        sign = "≥" if target.at_least else "≤"
+        verdict = "met" if target.met(ratio) else "**missed**"
+        lines.append(f"| {target.what} | {ratio:,.2f} | {sign} {target.bar:g} | {verdict} |")
+    seconds = medians[START]["flatbook --help"]
+    verdict = "met" if seconds <= 1 else "**missed**"
+    lines.append(f"| `flatbook --help`, seconds | {seconds:.2f} | ≤ 1 | {verdict} |")
+    lines += ["", "## Medians", "", "| work | contender | median |", "|---|---|---:|"]
+    for group, rows in medians.items():
+        for name, median in sorted(rows.items(), key=lambda row: row[1]):
+            lines.append(f"| {group} | {name} | {median * 1e3:,.3f} ms |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
