@@ -74,7 +74,7 @@ def main() -> None:
     error_by_width = [errors[f"last-layer trace, m={width}"] for width in WIDTHS]
     names = list(by_width[0])
     config = {"samples": SAMPLES, "classes": CLASSES, "probes": PROBES, "threads": 1}
-    with record("benchmarks", "laptop", config) as recording:
+    with record("benchmarks", "laptop", config, command="make bench") as recording:
         recording.seeds = [0]
         recording.values = {
             "last_layer_trace": config
