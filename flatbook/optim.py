@@ -114,13 +114,13 @@ class SAM(OptimizerWrapper):
         with self.moved_by(self.ascent(g)):
             _, g_s = self.gradient(closure)
         update = self.combine(g, g_s)
-        # Times 1, or times nan if the first pass failed: `descend` then need only look at this.
-        torch._foreach_mul_(update.tensors, 1 + 0 * g.norm)
+        # Plus 0, or plus nan if the first pass failed: `descend` then need only look at this.
+        update.tensors[0].add_(0 * g.norm)
         return loss, update
 
     def ascent(self, g: ParameterVector) -> ParameterVector:
         """Return the perturbation of the weights."""
-        return over(1, g.norm) * g * self.radii()
+        return self.at_radius(over(1, g.norm), g)
 
     def combine(self, g: ParameterVector, g_s: ParameterVector) -> ParameterVector:
         """Return the update from the gradients before and after the ascent."""
@@ -187,7 +187,7 @@ class ASAM(SAM):
             for p in self.parameters()
         )
         tg = t * g
-        return over(1, tg.norm) * (t * tg) * self.radii()
+        return self.at_radius(over(1, tg.norm), t * tg)
 
 
 class GSAM(SAM):

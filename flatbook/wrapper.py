@@ -14,6 +14,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
@@ -207,6 +208,13 @@ class OptimizerWrapper(Optimizer):
             if p.requires_grad
         ]
 
+    def at_radius(self, scale: Tensor, direction: ParameterVector) -> ParameterVector:
+        """Return ``scale * direction`` times the radius of each parameter."""
+        radii = self.radii()
+        if len(set(radii)) == 1:  # nearly always, and one kernel less
+            return radii[0] * scale * direction
+        return scale * direction * radii
+
     def gradient(self, closure: Closure) -> tuple[Tensor | float, ParameterVector]:
         """Run a closure and take the gradients it leaves away from the parameters.
 
@@ -303,15 +311,19 @@ class OptimizerWrapper(Optimizer):
     @contextmanager
     def statistics_kept(self) -> Iterator[None]:
         layers = [m for m in self.model.modules() if _updates(m)] if self.model is not None else []
-        kept = [(layer.running_mean, layer.running_var) for layer in layers]
+        deaf = [  # InstanceNorm ignores the flag; without buffers it has nothing to change
+            (m, m.running_mean, m.running_var) for m in layers if isinstance(m, _InstanceNorm)
+        ]
         for layer in layers:
             layer.track_running_stats = False
-            layer.running_mean = layer.running_var = None  # InstanceNorm ignores the flag
+        for layer, *_ in deaf:
+            layer.running_mean = layer.running_var = None
         try:
             yield
         finally:
-            for layer, (mean, var) in zip(layers, kept, strict=True):
+            for layer, mean, var in deaf:
                 layer.running_mean, layer.running_var = mean, var
+            for layer in layers:
                 layer.track_running_stats = True
 
     @contextmanager
