@@ -57,7 +57,7 @@ data: $(VENV)/.installed
 	$(BIN)/python scripts/prepare_data.py
 
 bench: $(VENV)/.installed
-	$(MAKE) -C benchmarks PYTHON=$(abspath $(PYTHON_BIN)) VENV=$(abspath $(VENV))
+	$(MAKE) -C benchmarks
 
 lock: $(VENV)/.installed
 	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock

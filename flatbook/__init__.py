@@ -9,6 +9,7 @@ _NAMES = {
     "sharpness": (
         "last_layer_hessian",
         "hessian_trace",
+        "doubt",
         "hessian_eigenvalues",
         "relative_sharpness",
         "full_trace",

@@ -118,6 +118,32 @@ def hessian_trace(features: Tensor, logits: Tensor, *, bias: bool = False) -> Te
     return ((phi.square().sum(dim=1) + bias) * (p * q).sum(dim=1)).to(dtype)
 
 
+def doubt(logits: Tensor) -> Tensor:
+    r"""Compute one minus the confidence: :math:`\varepsilon = 1 - \max_s p_s`.
+
+    It is the sum of the other probabilities, so it does not round to 0 for confident samples.
+    The trace of the last layer's Hessian lies between :math:`2 \varepsilon (1 - \varepsilon)`
+    and :math:`2 \varepsilon` times :math:`\|\phi\|^2`.
+
+    Args:
+        logits: Outputs of the last layer. Shape ``(samples, classes)``.
+
+    Returns:
+        Between 0 and 1 − 1/classes. Shape ``(samples,)``.
+
+    Raises:
+        ValueError: If there is a single class, or a number is not finite or not floating point.
+
+    Example:
+        >>> doubt(torch.tensor([[0.0, 0.0], [0.0, 60.0]], dtype=torch.float64))
+        tensor([5.0000e-01, 8.7565e-27], dtype=torch.float64)
+    """
+    logits = checks.tensor("logits", logits, ("samples", "classes"))
+    dtype, _, z = _checked(features=logits.new_ones(len(logits), 1), logits=logits)
+    _, rest, top = _softmax(z)
+    return rest.gather(1, top)[:, 0].to(dtype)
+
+
 def hessian_eigenvalues(features: Tensor, logits: Tensor, *, bias: bool = False) -> Tensor:
     r"""Compute the eigenvalues of each sample's last-layer Hessian that can differ from 0.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flatbook.data import Dataset, Split, load
+from flatbook.data import Dataset, load
 from flatbook.experiments import Outcome
 from flatbook.landscape import loss_landscape
 from flatbook.models import Classifier, build
@@ -65,9 +65,9 @@ class Config:
     epochs: int
     seeds: int
     tuning_seeds: int = 2
-    batch_size: int = 128
-    micro_batch: int = 32
-    lrs: tuple[float, ...] = (0.03, 0.1, 0.2)
+    batch_size: int = 64
+    micro_batch: int = 16
+    lrs: tuple[float, ...] = (0.05, 0.1, 0.2)
     radii: tuple[float, ...] = (0.05, 0.1, 0.2)
     adaptive_radii: tuple[float, ...] = (0.25, 0.5, 1.0)
     probes: int = 100
@@ -79,7 +79,7 @@ CONFIGS = {
     "quick": Config(
         "fashion-mnist", 1000, 500, "small-cnn", 8, epochs=8, seeds=2, tuning_seeds=1, probes=20
     ),
-    "laptop": Config("fashion-mnist", 10_000, 2_000, "small-cnn", 16, epochs=30, seeds=8),
+    "laptop": Config("fashion-mnist", 4_000, 2_000, "small-cnn", 16, epochs=40, seeds=6),
     "gpu": Config(
         "cifar10",
         50_000,
@@ -88,6 +88,7 @@ CONFIGS = {
         64,
         epochs=100,
         seeds=5,
+        batch_size=128,
         precision="bfloat16",
         augment="crop-flip",
     ),
@@ -153,15 +154,15 @@ def _data(config: Config) -> Dataset:
     return load(config.dataset, n_train=config.n_train, n_test=config.n_test)
 
 
-def _train(config: Config, settings: TrainConfig, split: Split, classes: int) -> Classifier:
+def _train(config: Config, settings: TrainConfig, x: Tensor, y: Tensor, classes: int) -> Classifier:
     model = build(
         config.model,
         num_classes=classes,
-        in_channels=split.x.shape[1],
+        in_channels=x.shape[1],
         width=config.width,
         seed=settings.seed,
     ).to(device())
-    fit(model, split.x, split.y, settings, progress=False)
+    fit(model, x, y, settings, progress=False)
     return model.eval()
 
 
@@ -170,8 +171,7 @@ def judge(task) -> float:
     config, _, settings = task
     data = _data(config)
     held = torch.arange(len(data.train.x)) % 5 == 0
-    train = Split(data.train.x[~held], data.train.y[~held])
-    model = _train(config, settings, train, data.num_classes)
+    model = _train(config, settings, data.train.x[~held], data.train.y[~held], data.num_classes)
     return evaluate(model, data.train.x[held], data.train.y[held])[1]
 
 
@@ -180,7 +180,7 @@ def measure(task) -> dict:
     config, _, settings = task
     data = _data(config)
     start = time.process_time()
-    model = _train(config, settings, data.train, data.num_classes)
+    model = _train(config, settings, data.train.x, data.train.y, data.num_classes)
     seconds = time.process_time() - start
     train_loss, train_accuracy = evaluate(model, data.train.x, data.train.y)
     test_loss, test_accuracy = evaluate(model, data.test.x, data.test.y)
