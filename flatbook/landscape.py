@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from flatbook import checks, runtime
 from flatbook.curvature import batches, checked_problem
 from flatbook.models import evaluating
+from flatbook.progress import bar
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def loss_landscape(
         steps: Number of positions per direction; an odd number meets the model in the middle.
         seed: Of the directions. The plane's first direction is the line's.
         batch_size: Samples per forward pass.
-        progress: Show a bar over the positions.
+        progress: Show a bar.
 
     Returns:
         Positions, losses and accuracies, on the CPU.
@@ -102,8 +102,9 @@ def loss_landscape(
     positions = span * (2 * torch.arange(steps) - (steps - 1)) / (steps - 1)
     places = torch.cartesian_prod(*[positions] * dimensions).reshape(-1, dimensions)
     losses, accuracies = torch.zeros(2, len(places), dtype=torch.float64)
-    with evaluating(model), torch.no_grad():
-        for i, place in enumerate(tqdm(places.tolist(), unit="point", disable=not progress)):
+    points = bar(len(places), label="landscape", unit="point", show=progress)
+    with evaluating(model), torch.no_grad(), points:
+        for i, place in enumerate(places.tolist()):
             moved = {
                 name: w + sum(a * d[name] for a, d in zip(place, directions, strict=True))
                 for name, w in weights.items()
@@ -112,6 +113,7 @@ def loss_landscape(
                 logits = functional_call(model, moved, (inputs,))
                 losses[i] += cross_entropy(logits, labels, reduction="sum").item()
                 accuracies[i] += (logits.argmax(dim=1) == labels).sum().item()
+            points.update()
     shape = (steps,) * dimensions
     return Landscape(
         alphas=positions,

@@ -138,6 +138,33 @@ def test_trace_of_the_head_alone_is_the_closed_form():
     assert top.value == pytest.approx(torch.linalg.eigvalsh(matrix)[-1].item(), rel=1e-10)
 
 
+@pytest.mark.parametrize("name", ["mlp", "small-cnn", "resnet18", "vgg11-bn"])
+def test_trace_of_a_piecewise_linear_network_is_the_gauss_newton_trace(name):
+    """Each weight enters the logits of a ReLU network linearly, so only JᵀSJ has a diagonal."""
+    width = {"mlp": 8, "small-cnn": 3}.get(name, 2)
+    model = models.build(
+        name, num_classes=3, in_channels=1, width=width, input_shape=(1, 8, 8), seed=0
+    ).double()
+    model.head.weight.data.mul_(0.1)  # nobody is certain, so every term counts
+    x = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parameters = list(model.parameters())
+    trace = 0.0
+    with models.evaluating(model):
+        for logits in model(x):
+            jacobian = [
+                torch.cat(
+                    [g.flatten() for g in torch.autograd.grad(z, parameters, retain_graph=True)]
+                )
+                for z in logits
+            ]
+            gram = torch.stack(jacobian) @ torch.stack(jacobian).T
+            p = logits.softmax(0)
+            trace += ((p.diag() - p.outer(p)) * gram).sum().item() / len(x)
+    estimate = full_trace(model, x, torch.arange(3), probes=60)
+    assert abs(estimate.value - trace) < 4 * estimate.standard_error
+    assert estimate.standard_error < 0.5 * trace
+
+
 # --- top eigenvalue ----------------------------------------------------------------------------
 
 

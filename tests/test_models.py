@@ -130,6 +130,16 @@ def test_resnet_is_torchvisions_behind_the_stem():
             torch.testing.assert_close(mine(x), stage(x), rtol=0, atol=0)
 
 
+def test_wide_blocks_activate_before_the_shortcut_only_where_the_shape_changes():
+    stages = build("wrn28-4", num_classes=10, width=4, seed=0).body[1:4]
+    negative = -torch.rand(2, 4, 8, 8)
+    changing, keeping = stages[1][0], stages[0][1]
+    with evaluating(changing), evaluating(keeping), torch.no_grad():  # fresh norms: identity
+        assert torch.equal(changing(negative), torch.zeros(2, 8, 4, 4))
+        assert torch.equal(keeping(negative), negative)
+        assert changing(-negative).any()
+
+
 # --- the contract of a classifier --------------------------------------------------------------
 
 

@@ -169,7 +169,7 @@ def exact(weight, features, logits):
 
 HEADS = {
     "ordinary": lambda w: w,
-    "shifted by a long vector": lambda w: w + 1e4 * torch.ones_like(w[0]),
+    "shifted by a long vector": lambda w: w + 1e8 * torch.ones_like(w[0]),
     "rows almost alike": lambda w: w[0] + 1e-4 * w,
     "tiny": lambda w: 1e-9 * w,
 }
@@ -193,6 +193,17 @@ def test_float64_is_right_to_ten_digits_however_confident(head, gap):
         expected = exact(weight, features[i], logits[i])
         assert min(expected) > 0
         assert got[i].tolist() == pytest.approx(expected, rel=1e-10, abs=0)
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-5])
+def test_two_classes_almost_alike_among_others(distance):
+    """What separates the two likely rows must survive beside the length of the others."""
+    weight, _, features, _ = layer(1, samples=1, classes=6, width=5)
+    weight[3] = weight[0] + distance * weight[1]
+    logits = torch.tensor([[200.0, 0.0, 1.0, 199.0, 2.0, 3.0]], dtype=torch.float64)
+    _, expected, _ = exact(weight, features[0], logits[0])
+    got = relative_sharpness(weight, features, logits)
+    assert got.item() == pytest.approx(expected, rel=1e-10, abs=0)
 
 
 @pytest.mark.parametrize("gap", [0.0, 1.0, 20.0, 60.0])
