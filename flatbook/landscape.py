@@ -1,5 +1,6 @@
 """The loss along filter-normalised random directions through a trained network."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +72,8 @@ def loss_landscape(
         Positions, losses and accuracies, on the CPU.
 
     Raises:
-        ValueError: If a shape, a label or a number is out of range, nothing is trainable, or
-            the parameters are half precision.
+        ValueError: If a shape, a label or a number is out of range, nothing is trainable, the
+            parameters are half precision, or the loss is not finite somewhere on the cut.
 
     Reference:
         Li et al. (2018). Visualizing the loss landscape of neural nets. NeurIPS.
@@ -99,7 +100,7 @@ def loss_landscape(
     ]
     device = next(iter(weights.values())).device
     # Built from its middle, so that it is symmetric and an odd one contains an exact 0.
-    positions = span * (2 * torch.arange(steps) - (steps - 1)) / (steps - 1)
+    positions = span * (2 * torch.arange(steps, dtype=x.dtype) - (steps - 1)) / (steps - 1)
     places = torch.cartesian_prod(*[positions] * dimensions).reshape(-1, dimensions)
     losses, accuracies = torch.zeros(2, len(places), dtype=torch.float64)
     points = bar(len(places), label="landscape", unit="point", show=progress)
@@ -113,6 +114,11 @@ def loss_landscape(
                 logits = functional_call(model, moved, (inputs,))
                 losses[i] += cross_entropy(logits, labels, reduction="sum").item()
                 accuracies[i] += (logits.argmax(dim=1) == labels).sum().item()
+            if not math.isfinite(losses[i]):
+                raise ValueError(
+                    f"The loss must be finite on the whole cut; got {losses[i].item()} at "
+                    f"{tuple(place)} with span={span:g}."
+                )
             points.update()
     shape = (steps,) * dimensions
     return Landscape(

@@ -53,7 +53,12 @@ class Normalise(nn.Module):
         self.images_only = mean is None and std is None
         usual = _PIXELS.get(channels, ((0.5,), (0.25,)))
         for name, given, default in (("mean", mean, usual[0]), ("std", std, usual[1])):
-            value = torch.as_tensor(default if given is None else given, dtype=torch.float32)
+            try:
+                value = torch.as_tensor(default if given is None else given, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{name} must be one number, or one per channel; got {given!r}."
+                ) from error
             value = checks.tensor(name, value.reshape(-1), ("channels",))
             if name == "std" and not (value > 0).all():
                 raise ValueError(f"std must be above 0; got {value.tolist()}.")
@@ -235,6 +240,8 @@ def _resolve_width(width: int | float | None, default: int) -> int:
 
 
 def _input_shape(shape: Sequence[int], name: str, in_channels: int) -> tuple[int, ...]:
+    if not isinstance(shape, Sequence):
+        raise ValueError(f"input_shape must be a sequence of sizes; got {shape!r}.")
     shape = tuple(checks.count("input_shape", size) for size in shape)
     flat = name == "mlp" and len(shape) == 1
     if not flat and (len(shape) != 3 or shape[0] != in_channels):

@@ -412,6 +412,13 @@ def test_infinite_losses_are_refused(run):
         run(model, x, y)
 
 
+def test_cuts_into_infinite_loss_are_refused():
+    model, x, y = problem()
+    message = r"The loss must be finite on the whole cut; got (nan|inf) at .* with span=3e\+38"
+    with pytest.raises(ValueError, match=message):
+        loss_landscape(model.float(), x, y, span=3e38)
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [

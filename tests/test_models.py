@@ -331,6 +331,8 @@ def test_evaluating_restores_each_mode_even_after_an_error():
         ({"std": [1.0, 1.0]}, "std must hold 1 or 3 numbers; got 2"),
         ({"mean": [0.1, 0.2]}, "mean must hold 1 or 3 numbers; got 2"),
         ({"mean": float("nan")}, "mean must be finite"),
+        ({"mean": "grey"}, "mean must be one number, or one per channel; got 'grey'"),
+        ({"input_shape": 28}, "input_shape must be a sequence of sizes; got 28"),
         ({"input_shape": (1, 28, 28)}, r"input_shape must be \(3, height, width\); got"),
         ({"input_shape": (30,)}, r"input_shape must be \(3, height, width\); got \(30,\)"),
         ({"input_shape": (3, 0, 8)}, "input_shape must be a whole number"),
