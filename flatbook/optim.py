@@ -104,6 +104,7 @@ class SAM(OptimizerWrapper):
                 "call step(closure), where closure zeroes the gradients, runs forward and backward "
                 f"and returns the loss; got {_described(closure)}."
             )
+        self.reached.clear()
         loss, update = self.sharp_gradient(closure)
         self.descend(update)
         return loss
@@ -498,6 +499,7 @@ class MicroBatchSAM(SAM):
             )
         shares = _shares(weights, len(closures))
 
+        self.reached.clear()
         loss, update = self._share(closures[0], shares[0])
         with self.statistics_kept():
             for closure, share in zip(closures[1:], shares[1:], strict=True):

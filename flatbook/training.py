@@ -256,6 +256,7 @@ def fit(
     return history
 
 
+@torch.enable_grad()
 def _epoch(model, optimizer, x, y, config, epoch, scaler, bar) -> dict[str, float]:
     """Train for one epoch; return its mean loss, accuracy and first learning rate."""
     order_seed, augment_seed, dropout_seed = _seeds(config.seed, epoch)
@@ -283,7 +284,7 @@ def _epoch(model, optimizer, x, y, config, epoch, scaler, bar) -> dict[str, floa
     start = learning_rate(config, epoch * len(batches), len(batches))
     if not math.isfinite(loss):
         raise DivergenceError("the mean loss", epoch + 1, start)
-    if not torch.stack([t.isfinite().all() for t in model.state_dict().values()]).all():
+    if not torch.stack([t.isfinite().all() for t in (*model.parameters(), *model.buffers())]).all():
         raise DivergenceError("a weight or running statistic", epoch + 1, start)
     return {"loss": float(loss), "accuracy": int(torch.stack(hits).sum()) / len(x), "lr": start}
 
@@ -343,7 +344,7 @@ def _checked(model, x, y, *, names=("x", "y")) -> tuple[Tensor, Tensor]:
     axes = max(getattr(x, "ndim", 2), 2)
     x = checks.tensor(names[0], x, ("samples", *["size"] * (axes - 1)))
     like = next((p for p in model.parameters() if p.is_floating_point()), x)
-    x = x.to(like.device, like.dtype)
+    x = x.detach().to(like.device, like.dtype)
     try:
         with torch.no_grad(), evaluating(model):
             logits = model(x[:1])

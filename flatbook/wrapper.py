@@ -126,7 +126,7 @@ class OptimizerWrapper(Optimizer):
         self.rho = checks.positive("rho", rho)
         self.scaler = scaler
         self._masks = _masks_by_parameter(mask, model)
-        self._reached: set[Tensor] = set()  # parameters with a gradient in the present step
+        self.reached: set[Tensor] = set()  # parameters with a gradient in the present step
         self._looked_for_norms = model is not None
         self._warned = False
         self.radii()
@@ -232,7 +232,7 @@ class OptimizerWrapper(Optimizer):
             )
         if any(p.grad.layout != torch.strided for p in reached):
             raise ValueError("gradients must be dense; got a sparse one (an nn.Embedding's?).")
-        self._reached.update(reached)
+        self.reached.update(reached)
         for p, keep in self._masks:
             if p.grad is not None:
                 p.grad.masked_fill_(~keep.to(p.device), 0)
@@ -273,8 +273,7 @@ class OptimizerWrapper(Optimizer):
         if not finite and not scaled:
             self._warn_once()
         for p, u in zip(self.parameters(), update.tensors, strict=True):
-            p.grad = u if p in self._reached else None
-        self._reached.clear()
+            p.grad = u if p in self.reached else None
         frozen = [(p, keep.to(p.device), p.detach().clone()) for p, keep in self._masks]
         if scaled:
             if not finite:  # an overflow of the first pass alone must lower the scale, too

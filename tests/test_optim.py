@@ -203,6 +203,19 @@ def test_the_radius_of_gsam_follows_the_scheduler():
     assert radii[6] == pytest.approx(0.1)
 
 
+def test_gsam_knows_the_peak_of_a_schedule_that_starts_low():
+    model = mlp()
+    base = torch.optim.SGD(model.parameters(), lr=0.3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(base, start_factor=0.1, total_iters=3)
+    optimizer = GSAM(base, rho=0.4)
+    radii = []
+    for _ in range(4):
+        radii.append(optimizer.radii()[0])
+        take(optimizer, model, batch(model))
+        scheduler.step()
+    assert radii == pytest.approx([0.04, 0.16, 0.28, 0.4])
+
+
 def test_gsam_refuses_a_learning_rate_outside_its_range():
     model = mlp()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -457,6 +470,26 @@ def test_a_parameter_that_is_not_reached_stays():
     assert not torch.equal(used, torch.ones(2))
 
 
+def test_a_step_that_failed_does_not_haunt_the_next():
+    used, once = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = SAM(torch.optim.AdamW([used, once], lr=0.1, weight_decay=0.5))
+    calls = []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        optimizer.zero_grad()
+        loss = used.square().sum() + (once.sum() if len(calls) == 1 else 0.0)
+        loss.backward()
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    optimizer.step(closure)
+    assert torch.equal(once, torch.ones(2))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_parameter_reached_in_one_pass_only_counts_as_zero_in_the_other(method):
     for first in (True, False):
@@ -530,11 +563,12 @@ def test_autocast_sees_the_perturbed_weights(outside):
 
 def test_norms_and_products_of_half_precision_are_taken_in_single():
     tensors = [torch.full((1000,), 0.1, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float16)]
-    v = ParameterVector(tensors)
-    exact = sum(t.double().square().sum() for t in tensors)
-    assert v.norm.dtype == torch.float32
-    assert_close(v.norm.double(), exact.sqrt(), rtol=1e-6, atol=0)
-    assert_close((v @ v).double(), exact, rtol=1e-6, atol=0)
+    for some in (tensors, tensors[:1], tensors[1:]):
+        v = ParameterVector(some)
+        exact = sum(t.double().square().sum() for t in some)
+        assert v.norm.dtype == (v @ v).dtype == torch.float32
+        assert_close(v.norm.double(), exact.sqrt(), rtol=1e-6, atol=0)
+        assert_close((v @ v).double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("method", [*METHODS, MicroBatchSAM])
@@ -638,6 +672,22 @@ def test_an_overflow_in_either_pass_lowers_the_scale_and_skips(method, bad):
     optimizer.step([closure] if method is MicroBatchSAM else closure)
     assert scaler.get_scale() == 512.0
     assert not identical(weights(model), before)
+
+
+def test_an_overflow_is_noticed_whichever_parameters_are_reached():
+    unused, w = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = SAM(torch.optim.SGD([unused, w], lr=0.1), scaler=scaler)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = w.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    optimizer.step(Explodes(closure, [w], {0}))
+    assert scaler.get_scale() == 512.0
+    assert torch.equal(w, torch.ones(2))
 
 
 def test_looksam_climbs_again_after_a_skipped_climb():
@@ -755,6 +805,17 @@ def test_frozen_coordinates_never_move(method, base):
         for seen in inside:  # nor in the ascent
             assert torch.equal(seen[names.index(name)][~keep], before[name][~keep])
     assert not torch.equal(model[2].bias, before["2.bias"])
+
+
+def test_a_mask_is_copied():
+    model = mlp()
+    keep = torch.zeros(3, dtype=torch.bool)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SAM(base, model=model, mask={"2.bias": keep})
+    keep.fill_(True)
+    before = model[2].bias.detach().clone()
+    take(optimizer, model, batch(model))
+    assert torch.equal(model[2].bias, before)
 
 
 def test_masked_coordinates_do_not_shorten_the_ascent():

@@ -154,6 +154,18 @@ def test_every_optimizer_learns(optimizer):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "sam", "msam"])
+def test_accuracy_is_that_before_the_step_in_training_mode(optimizer):
+    x, y = images(noise=1.0)
+    model = network().eval()  # the mode that training finds does not matter
+    config = settings_for(optimizer, epochs=1, batch_size=60, micro_batch=60, rho=2.0)
+    history = fit(model, x, y, config)
+    before = network()
+    assert history.accuracy == ((before(x).argmax(1) == y).double().mean().item(),)
+    assert 0 < history.accuracy[0] < 1
+    assert_close(model[1].running_mean, before[1].running_mean)
+
+
 def test_micro_batches_are_slices_of_the_batch():
     x, y = images(22)
     config = settings_for("msam", epochs=1, batch_size=22, micro_batch=8, rho=0.3)
@@ -276,17 +288,37 @@ def test_mixed_precision_runs_low_and_lands_near(precision, optimizer):
     assert history.loss == pytest.approx(exact.loss, rel=0.05, abs=0.02)
 
 
-def test_an_overflowing_scale_only_costs_steps():
-    """Losses near 100 at a scale of 65,536 overflow half precision at first."""
+@pytest.mark.parametrize("optimizer", ["sgd", "sam"])
+def test_an_overflowing_scale_only_costs_steps_and_is_remembered(tmp_path, monkeypatch, optimizer):
+    """Gradients behind weights near 30 overflow half precision at a scale of 65,536."""
     x, y = images()
-    model = network()
-    with torch.no_grad():
-        model[5].weight.mul_(300)
-    before = tensors(model)
-    for optimizer in ("sgd", "sam"):
-        model.load_state_dict(before)
-        history = fit(model, x, y, settings_for(optimizer, precision="float16", lr=0.01))
-        assert all(map(math.isfinite, history.loss))
+
+    def sharp():
+        model = network()
+        with torch.no_grad():
+            model[5].weight.mul_(300)
+        return model
+
+    scales = []
+    real = torch.amp.GradScaler.update
+    monkeypatch.setattr(
+        torch.amp.GradScaler,
+        "update",
+        lambda scaler: (real(scaler), scales.append(scaler.get_scale()))[0],
+    )
+    config = settings_for(optimizer, epochs=4, precision="float16", lr=0.01)
+    whole, resumed = sharp(), sharp()
+    history = fit(whole, x, y, config)
+    assert all(map(math.isfinite, history.loss))
+    assert scales[0] == 2.0**15  # there was an overflow
+    assert scales[-1] == scales[-4]  # and an end to them
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            fit(sharp(), x, y, config, checkpoint=path)
+    fit(resumed, x, y, config, checkpoint=path)
+    assert same(tensors(resumed), tensors(whole))
 
 
 def test_channels_last_reaches_the_model():
@@ -316,6 +348,36 @@ def test_double_precision_models_take_what_comes():
     fit(model32, x, y, settings_for("sgd"))
     fit(model64, frozen, y.numpy(), settings_for("sgd"))
     assert same(tensors(model32), tensors(model64))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "sam"])
+def test_it_trains_wherever_it_is_called(precision, optimizer):
+    x, y = images()
+    config = settings_for(optimizer, precision=precision)
+    inside, outside = network(), network()
+    with torch.no_grad():
+        fit(inside, x.requires_grad_(), y, config)
+    fit(outside, x.detach(), y, config)
+    assert same(tensors(inside), tensors(outside))
+    assert x.grad is None
+
+
+def test_half_precision_parameters_and_extra_state_are_fine(tmp_path):
+    class Noted(nn.Linear):
+        def get_extra_state(self):
+            return {"note": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    x, y = images()
+    with forked_seed(0):
+        model = nn.Sequential(nn.Flatten(), Noted(64, 3)).to(torch.bfloat16)
+    config = settings_for("sam", epochs=5)
+    history = fit(model, x, y, config, checkpoint=tmp_path / "run.pt")
+    assert history.loss[-1] < history.loss[0]
+    assert fit(model, x, y, config, checkpoint=tmp_path / "run.pt") == history
 
 
 # --- randomness ---------------------------------------------------------------------------------
