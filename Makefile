@@ -32,6 +32,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml $(wildcard requirements.lock
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python scripts/format_chapters.py --check
 	$(BIN)/python scripts/sync_notebooks.py --check
 
 unit: $(VENV)/.installed data
@@ -51,6 +52,7 @@ lab: $(VENV)/.installed
 	$(BIN)/jupyter lab book
 
 notebooks: $(VENV)/.installed
+	$(BIN)/python scripts/format_chapters.py
 	$(BIN)/python scripts/sync_notebooks.py
 
 data: $(VENV)/.installed

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_sharpness import CLASSES, PROBES, SAMPLES, WIDTHS
@@ -85,7 +85,8 @@ def main() -> None:
             },
             "medians": {group: dict(rows) for group, rows in medians.items()},
         }
-    run = recording.run
+    seconds = sum(bench["stats"]["total"] for bench in source["benchmarks"])
+    run = replace(recording.run, wall_seconds=round(seconds, 3))
     run.save(RECORD)
     (HERE / "RESULTS.md").write_text(page(medians, run.provenance()), encoding="utf-8")
     print(f"wrote {HERE / 'RESULTS.md'} and {RECORD}")

@@ -21,4 +21,5 @@ def glue(name: str, value: Any) -> None:
     except ImportError:
         print(f"{name} = {value}")
         return
-    keep(name, value, display=False)
+    # A NumPy or torch scalar would be kept as its repr, which formats cannot read.
+    keep(name, value.item() if hasattr(value, "item") else value, display=False)
