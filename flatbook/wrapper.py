@@ -224,22 +224,21 @@ class OptimizerWrapper(Optimizer):
             loss = closure()
         if loss is None:
             raise ValueError("closure must return the loss; got None.")
-        parameters = self.parameters()
-        reached = [p for p in parameters if p.grad is not None]
-        if not reached:
+        # Taken, not copied: a closure that zeroes in place must not find them in the second pass.
+        found = {}
+        for p in self.parameters():
+            found[p], p.grad = p.grad, None
+        self.reached.update(p for p, g in found.items() if g is not None)
+        if all(g is None for g in found.values()):
             raise ValueError(
                 "closure must call backward() on the loss; no parameter has a gradient after it."
             )
-        if any(p.grad.layout != torch.strided for p in reached):
+        if any(g is not None and g.layout != torch.strided for g in found.values()):
             raise ValueError("gradients must be dense; got a sparse one (an nn.Embedding's?).")
-        self.reached.update(reached)
         for p, keep in self._masks:
-            if p.grad is not None:
-                p.grad.masked_fill_(~keep.to(p.device), 0)
-        g = ParameterVector([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        # Were they left in place, a closure that zeroes in place would overwrite them.
-        for p in parameters:
-            p.grad = None
+            if found.get(p) is not None:
+                found[p].masked_fill_(~keep.to(p.device), 0)
+        g = ParameterVector(torch.zeros_like(p) if g is None else g for p, g in found.items())
         return loss.detach() if isinstance(loss, Tensor) else loss, g
 
     @contextmanager
