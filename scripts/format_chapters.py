@@ -12,7 +12,7 @@ CELL = re.compile(
     r"(?P<head>^```\{code-cell\}[^\n]*\n(?:---\n.*?\n---\n|(?::[^\n]*\n)*)\n?)(?P<code>.*?)(?P<end>^```$)",
     re.MULTILINE | re.DOTALL,
 )
-RUFF = [Path(sys.executable).with_name("ruff"), "format", "--line-length", "88", "-"]
+RUFF = [Path(sys.executable).with_name("ruff"), "format", "--line-length", "80", "-"]
 
 
 def formatted(text: str) -> str:

@@ -148,6 +148,14 @@ def test_page_is_whole(visit, name, view):
     captions = page.locator("article figcaption")
     assert all(captions.nth(i).is_visible() for i in range(captions.count()))
 
+    if view == "light":  # on a desktop nothing has to be scrolled sideways to be read
+        wide = page.evaluate(
+            """() => [...document.querySelectorAll('article div.math mjx-container, article pre')]
+            .filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 4)
+            .map(e => e.textContent.slice(0, 80))"""
+        )
+        assert wide == []
+
     # Nothing sticks out sideways.
     assert page.evaluate(
         "document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1"
