@@ -20,9 +20,7 @@ def bench_step(compare, generator, name):
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     if name == "pytorch_optimizer SAM":
-        optimizer = PeerSAM(
-            model.parameters(), torch.optim.SGD, rho=0.05, lr=1e-3, momentum=0.9
-        )
+        optimizer = PeerSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=1e-3, momentum=0.9)
 
         def second():  # this peer wants the first gradient in place before its step
             loss = cross_entropy(model(x), y)

@@ -40,9 +40,7 @@ TARGETS = [
         300,
         at_least=True,
     ),
-    Target(
-        "forward pass with trace / without", FORWARD, "forward and trace", "forward", 1.10
-    ),
+    Target("forward pass with trace / without", FORWARD, "forward and trace", "forward", 1.10),
     Target("full-model trace, flatbook / PyHessian", FULL, "flatbook", "PyHessian", 1.0),
     Target("full-model trace, flatbook / curvlinops", FULL, "flatbook", "curvlinops", 1.0),
     Target("step, SAM / plain", STEP, "flatbook SAM", "plain", 2.15),

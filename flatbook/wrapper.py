@@ -308,6 +308,7 @@ class OptimizerWrapper(Optimizer):
 
     @contextmanager
     def statistics_kept(self) -> Iterator[None]:
+        """Let normalisation layers of ``model`` use a batch's statistics without keeping them."""
         layers = [m for m in self.model.modules() if _updates(m)] if self.model is not None else []
         deaf = [  # InstanceNorm ignores the flag; without buffers it has nothing to change
             (m, m.running_mean, m.running_var) for m in layers if isinstance(m, _InstanceNorm)

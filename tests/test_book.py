@@ -125,27 +125,18 @@ def test_claims_are_unique_and_every_claim_tag_is_in_the_ledger():
 
 
 @each_chapter
-def test_every_figure_has_a_caption_with_a_finding_and_alt_text(path):
+def test_every_figure_has_alt_text_and_a_caption_that_states_a_finding(path):
+    text = path.read_text(encoding="utf-8")
+    solutions = "".join(re.findall(r"\{solution-start\}.*?\{solution-end\}", text, re.S))
     for cell in code(path):
-        if "plt.show()" not in cell.source or re.search(r"^# no figure", cell.source, re.M):
+        if "plt.show()" not in cell.source:
             continue
         shown = cell.metadata.get("mystnb", {})
-        in_solution = not shown
-        if in_solution:
-            continue
         assert len(shown["image"]["alt"].split()) >= 8, cell.source[:80]
-        assert shown["figure"]["caption"].lstrip().startswith("**"), cell.source[:80]
-        assert shown["figure"]["name"].startswith("fig-")
-        assert ".set_title" not in cell.source
-        assert "title(" not in cell.source.replace("legend(title", "")
-
-
-@each_chapter
-def test_images_shown_by_cells_are_labelled(path):
-    """Only a folded solution may show a figure without a caption; it still needs alt text."""
-    for cell in code(path):
-        if "plt.show()" in cell.source:
-            assert cell.metadata.get("mystnb", {}).get("image", {}).get("alt"), cell.source[:80]
+        assert "title(" not in cell.source
+        if cell.source not in solutions:
+            assert shown["figure"]["caption"].startswith("**"), cell.source[:80]
+            assert shown["figure"]["name"].startswith("fig-")
 
 
 @each_lesson
@@ -161,15 +152,16 @@ def test_chapter_closes_with_summary_solved_exercises_and_references(path):
 
 
 @each_lesson
-def test_chapter_uses_at_most_thirty_lines_of_code_a_cell(path):
-    for cell in code(path)[1:]:
-        assert len(cell.source.splitlines()) <= 35, cell.source[:80]
+def test_shown_cells_are_short(path):
+    for cell in code(path):
+        if not {"hide-input", "remove-cell"} & set(tags(cell)):
+            assert len(cell.source.splitlines()) <= 40, cell.source[:80]
 
 
 @each_chapter
 def test_prose_quotes_every_glued_number(path):
     text = path.read_text(encoding="utf-8")
-    made = set(re.findall(r'^glue\("([^"]+)"', text, re.M))
+    made = set(re.findall(r'^glue\(\s*"([^"]+)"', text, re.M))
     used = set(re.findall(r"\{glue:text\}`([^`:]+)", text))
     assert used <= made
     assert made <= used, "glued and never printed"
