@@ -350,7 +350,7 @@ def sharpness_of(
     return torch.cat(values)
 
 
-def _checked(**arrays: Tensor) -> tuple[torch.dtype, Tensor, ...]:
+def _checked(**arrays: Tensor) -> tuple:
     """Check the arrays of one layer; return the dtype of results and the arrays, widened."""
     features = checks.tensor("features", arrays["features"], ("samples", "width"))
     n, m = features.shape
