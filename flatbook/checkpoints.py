@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import zipfile
 from pathlib import Path
 
 import torch
@@ -37,12 +38,17 @@ def load(path: str | os.PathLike, identity: dict) -> dict | None:
     if not Path(path).exists():
         return None
     try:
+        # torch.load does not compare the checksums of its archive: a flipped bit would pass.
+        with zipfile.ZipFile(path) as archive:
+            if spoilt := archive.testzip():
+                raise zipfile.BadZipFile(f"{spoilt} does not have its checksum")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        whole = isinstance(content, dict) and {"format", "identity", "state"} <= content.keys()
     except Exception as error:  # torch.load raises a dozen types on damaged files
-        raise CheckpointError(
-            f"checkpoint {path} is damaged or no checkpoint; delete it to start afresh."
-        ) from error
+        raise damaged(path) from error
+    kinds = {"format": int, "identity": dict, "state": dict}
+    whole = isinstance(content, dict) and all(
+        isinstance(content.get(key), kind) for key, kind in kinds.items()
+    )
     if not whole or content["format"] != _FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has another format than this version writes; delete it to start "
@@ -61,10 +67,22 @@ def load(path: str | os.PathLike, identity: dict) -> dict | None:
     return content["state"]
 
 
+def damaged(path: str | os.PathLike) -> CheckpointError:
+    """Return the error to raise for a file that does not hold what it should."""
+    return CheckpointError(
+        f"checkpoint {path} is damaged or no checkpoint; delete it to start afresh."
+    )
+
+
 def layout(model: nn.Module) -> str:
-    """Return a fingerprint of the names, shapes and types of a model's tensors, not of values."""
+    """Return a fingerprint of a model's tensors but for their values.
+
+    Names, shapes and types count, and which parameters are frozen.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, p in named if not p.requires_grad}
     text = "; ".join(
-        f"{name} {tuple(t.shape)} {t.dtype}"
+        f"{name} {tuple(t.shape)} {t.dtype}{' frozen' * (name in frozen)}"
         for name, t in model.state_dict().items()
         if isinstance(t, Tensor)
     )

@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch loads with the first tensor, so that the command line stays quick
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def choice(name: str, value: object, allowed: Collection[str]) -> str:
@@ -61,6 +61,16 @@ def count(name: str, value: int, *, at_least: int = 1, at_most: int | None = Non
     return int(value)
 
 
+def module(name: str, value: object) -> nn.Module:
+    """Return ``value`` if it is a torch module."""
+    from torch import nn
+
+    if not isinstance(value, nn.Module):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name} must be a torch module; got {got}.")
+    return value
+
+
 def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: bool = True) -> Tensor:
     """Return ``value`` as a finite tensor whose shape fits ``shape``.
 
@@ -70,12 +80,15 @@ def tensor(name: str, value, shape: Sequence[str | int | None], *, floating: boo
     import numpy as np
     import torch
 
+    described = (
+        f"an array of {value.dtype}, which torch lacks" if isinstance(value, np.ndarray) else None
+    )
     try:
         if isinstance(value, np.ndarray):  # torch takes neither reversed nor read-only arrays
             value = np.require(value, requirements=("C", "W"))
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = type(value).__name__
+        kind = described or type(value).__name__
         raise ValueError(f"{name} must be a tensor or array of numbers; got {kind}.") from error
     fits = value.ndim == len(shape) and all(
         want == got for want, got in zip(shape, value.shape, strict=True) if isinstance(want, int)

@@ -93,7 +93,8 @@ def full_trace(
 
     Raises:
         ValueError: If a shape, a label or a number is out of range, the loss is not finite,
-            nothing is trainable, or the parameters are half precision.
+            nothing is trainable or what is has no part in the loss, or the parameters are half
+            precision.
 
     Reference:
         Hutchinson (1990). A stochastic estimator of the trace of the influence matrix.
@@ -300,6 +301,7 @@ def checked_problem(
         ValueError: If a shape or a label is out of range, nothing is trainable, or the
             parameters are not all float32 or all float64.
     """
+    checks.module("model", model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError("model must have a parameter that requires a gradient; got none.")
@@ -311,14 +313,51 @@ def checked_problem(
         )
     first = next(iter(parameters.values()))
     x = checks.tensor("x", x, ("samples", *(None,) * (np.ndim(x) - 1))).to(first.dtype)
-    with evaluating(model), torch.no_grad():
-        logits = model(x[:1].to(first.device))
-    if logits.ndim != 2 or logits.shape[1] < 2:
+    classes = logits_of_one(model, x[:1].to(first.device), size=len(x)).shape[1]
+    if classes < 2:
         raise ValueError(
-            "model must return logits of shape (samples, classes), two classes or more; "
-            f"got {tuple(logits.shape)} for one sample."
+            "model must return logits of shape (samples, classes), two classes or more; got (1, 1)."
         )
-    return parameters, x, checks.labels("y", y, logits.shape[1], samples=len(x))
+    return parameters, x, checks.labels("y", y, classes, samples=len(x))
+
+
+def logits_of_one(model: nn.Module, one: Tensor, *, name: str = "x", size: int = 1) -> Tensor:
+    """Return what a classifier says to a single input, so that misfits show before long work.
+
+    Args:
+        model: Maps inputs to logits ``(samples, classes)``; run in evaluation mode.
+        one: The input, on the model's device. Shape ``(1, ...)``.
+        name: What to call the inputs in messages.
+        size: How many inputs there are, for messages.
+
+    Returns:
+        Shape ``(1, classes)``, without gradients.
+
+    Raises:
+        ValueError: If the model refuses the input, or returns another shape.
+    """
+    with evaluating(model):
+        logits = refused_by_name(model, one, name=name, size=size)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"model must return logits of shape (samples, classes); got {got} for one sample."
+        )
+    return logits
+
+
+def refused_by_name(
+    function: Callable[[Tensor], Tensor], one: Tensor, *, name: str = "x", size: int = 1
+) -> Tensor:
+    """Return ``function(one)`` without gradients; if it fails, blame ``name`` in a ValueError."""
+    try:
+        with torch.no_grad():
+            return function(one)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{name} must fit the model, which refuses shape {(size, *one.shape[1:])}: {reason}"
+        ) from error
 
 
 def batches(
@@ -338,6 +377,8 @@ def _gradients(
         loss = cross_entropy(model(inputs), labels, reduction="sum") / len(x)
         if not loss.isfinite():
             raise ValueError(f"The loss of model on x and y must be finite; got {loss.item()}.")
+        if not loss.requires_grad:
+            raise ValueError("model must use a trainable parameter; its loss depends on none.")
         yield torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
 
 
@@ -347,6 +388,8 @@ def _hessian_product(
     """Differentiate the inner product of gradient and vector; keeps the graph for the next."""
     # A parameter that the loss does not use has a constant gradient and no graph.
     live = [(g, v) for g, v in zip(gradient, vector, strict=True) if g.requires_grad]
+    if not live:
+        return tuple(map(torch.zeros_like, parameters))
     outputs, directions = zip(*live, strict=True)
     return torch.autograd.grad(
         outputs, parameters, directions, retain_graph=True, materialize_grads=True

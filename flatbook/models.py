@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Integral, Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -234,7 +235,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
 def _resolve_width(width: int | float | None, default: int) -> int:
     if width is None:
         return default
-    if isinstance(width, float):
+    if isinstance(width, Real) and not isinstance(width, Integral):
         width = round(default * checks.positive("width", width))
     return checks.count("width", width)
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, cdist
+from torch import Tensor, cdist, nn
 from torch.nn.functional import pad
 
 from flatbook import checks, runtime
@@ -19,6 +19,7 @@ from flatbook.curvature import (
     Estimate,
     extreme_eigenvalue,
     full_trace,
+    refused_by_name,
     top_eigenvalue,
 )
 from flatbook.landscape import Landscape, loss_landscape
@@ -29,6 +30,7 @@ __all__ = [
     "Estimate",
     "Landscape",
     "SharpnessKind",
+    "doubt",
     "full_trace",
     "hessian_eigenvalues",
     "hessian_trace",
@@ -331,7 +333,8 @@ def sharpness_of(
         In nats, on the model's device. Shape ``(samples,)``.
 
     Raises:
-        ValueError: If ``x`` is empty or not finite, or an option is unknown.
+        ValueError: If ``model`` has no features and head, ``x`` is empty, not finite or does not
+            fit it, or an option is unknown.
 
     Example:
         >>> from flatbook.models import build
@@ -340,10 +343,20 @@ def sharpness_of(
         torch.Size([5])
     """
     checks.count("batch_size", batch_size)
-    weight = model.head.weight.detach()
+    checks.choice("kind", kind, get_args(SharpnessKind))
+    checks.module("model", model)
+    features, head = getattr(model, "features", None), getattr(model, "head", None)
+    if not callable(features) or not isinstance(head, nn.Linear):
+        raise ValueError(
+            "model must have features and a linear head, as those of flatbook.models.build have; "
+            f"got {type(model).__name__}."
+        )
+    weight = head.weight.detach()
     x = checks.tensor("x", x, ("samples", *(None,) * (np.ndim(x) - 1)))
     values = []
     with evaluating(model), torch.no_grad():
+        one = x[:1].to(weight.device, weight.dtype)
+        refused_by_name(lambda x: head(features(x)), one, size=len(x))
         for batch in x.split(batch_size):
             phi = model.features(batch.to(weight.device, weight.dtype))
             values.append(relative_sharpness(weight, phi, model.head(phi), kind=kind))

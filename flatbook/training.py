@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from flatbook import checkpoints, checks, runtime
 from flatbook import progress as bars
 from flatbook.archives import checksum
 from flatbook.augmentation import crop_flip
+from flatbook.checkpoints import CheckpointError
 from flatbook.config import TrainConfig, learning_rate
+from flatbook.curvature import logits_of_one
 from flatbook.models import evaluating
 from flatbook.optim import ASAM, GSAM, SAM, LookSAM, MicroBatchSAM
 
@@ -94,14 +97,15 @@ def make_optimizer(
         scaler: Handed to the methods that wrap ``base``.
 
     Raises:
-        ValueError: If no parameter of ``model`` requires a gradient.
+        ValueError: If no parameter of ``model`` requires a gradient, or ``config`` is none.
 
     Example:
         >>> config = TrainConfig(optimizer="sam", base="adamw", lr=1e-3)
         >>> type(make_optimizer(nn.Linear(2, 2), config).base_optimizer).__name__
         'AdamW'
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    _check_config(config)
+    parameters = [p for p in checks.module("model", model).parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model must have a parameter that requires a gradient; it has none.")
     kind = config.base if config.optimizer in _METHODS else config.optimizer
@@ -204,17 +208,19 @@ def fit(
         >>> history.stopped_early, history.epochs_run < 50
         (True, True)
     """
-    if not isinstance(config, TrainConfig):
-        raise ValueError(f"config must be a TrainConfig; got {type(config).__name__}.")
+    _check_config(config)
+    checks.module("model", model)
     checks.count("checkpoint_every", checkpoint_every)
-    layout = torch.channels_last if config.channels_last else torch.preserve_format
-    model.to(_resolved(device), memory_format=layout)
+    model.to(_resolved(device))
     x, y = _checked(model, x, y)
+    if config.channels_last:  # not before the first pass, in which lazy layers get their weights
+        model.to(memory_format=torch.channels_last)
     if config.augment == "crop-flip" and x.ndim != 4:
         raise ValueError(f'augment="crop-flip" needs images, four axes; got {tuple(x.shape)}.')
     tests = ()
     if eval_data is not None:
         tests = _checked(model, *_pair(eval_data), names=("x of eval_data", "y of eval_data"))
+    _refuse_single_samples(model, x, config)
     scaler = torch.amp.GradScaler(x.device.type) if config.precision == "float16" else None
     optimizer = make_optimizer(model, config, scaler=scaler)
     parts = {"model": model, "optimizer": optimizer} | ({"scaler": scaler} if scaler else {})
@@ -226,9 +232,7 @@ def fit(
         }
         saved = checkpoints.load(checkpoint, identity)
         if saved is not None:
-            for name, part in parts.items():
-                part.load_state_dict(saved[name])
-            history = History(**{f.name: _frozen(saved[f.name]) for f in fields(History)})
+            history = _restored(checkpoint, saved, parts, config)
 
     steps = math.ceil(len(x) / config.batch_size)
     with bars.bar(
@@ -303,6 +307,8 @@ def _step(model, optimizer, inputs, labels, config, scaler, hits) -> Tensor:
             with torch.autocast(inputs.device.type, half) if half else nullcontext():
                 logits = model(inputs)
             loss = cross_entropy(_wide(logits), labels, label_smoothing=config.label_smoothing)
+            if not loss.requires_grad:
+                raise ValueError("model must use a trainable parameter; its loss depends on none.")
             (loss if scaler is None else scaler.scale(loss)).backward()
             if first:
                 right.append((logits.detach().argmax(dim=1) == labels).sum())
@@ -341,24 +347,76 @@ def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 512) -> 
 
 def _checked(model, x, y, *, names=("x", "y")) -> tuple[Tensor, Tensor]:
     """Return the data on the device and in the precision of the model, if they fit it."""
+    checks.module("model", model)
     axes = max(getattr(x, "ndim", 2), 2)
     x = checks.tensor(names[0], x, ("samples", *["size"] * (axes - 1)))
     like = next((p for p in model.parameters() if p.is_floating_point()), x)
     x = x.detach().to(like.device, like.dtype)
+    classes = logits_of_one(model, x[:1], name=names[0], size=len(x)).shape[1]
+    return x, checks.labels(names[1], y, classes, samples=len(x)).to(x.device)
+
+
+def _check_config(config: object) -> None:
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"config must be a TrainConfig; got {type(config).__name__}.")
+
+
+def _refuse_single_samples(model: nn.Module, x: Tensor, config: TrainConfig) -> None:
+    """Raise a ValueError if BatchNorm would meet a batch with one number per channel."""
+    batches = {min(config.batch_size, len(x)), len(x) % config.batch_size} - {0}
+    if config.optimizer == "msam":
+        batches = {
+            part
+            for batch in batches
+            for part in (min(config.micro_batch, batch), batch % config.micro_batch)
+        }
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    if 1 not in batches or not layers:
+        return
+    starved = []
+
+    def look(layer: nn.Module, arguments: tuple) -> None:
+        if arguments[0].numel() == arguments[0].shape[1]:
+            starved.append(layer)
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
-        with torch.no_grad(), evaluating(model):
-            logits = model(x[:1])
-    except (RuntimeError, ValueError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
+        logits_of_one(model, x[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if starved:
+        sizes = "batch_size and micro_batch" if config.optimizer == "msam" else "batch_size"
         raise ValueError(
-            f"{names[0]} must fit the model, which refuses shape {tuple(x.shape)}: {reason}"
-        ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(
-            f"model must return logits of shape (samples, classes); got {got} for one."
+            f"{sizes} must not leave a batch of one sample, for which {type(starved[0]).__name__} "
+            f"has no variance; got batch_size={config.batch_size} for {len(x)} samples."
         )
-    return x, checks.labels(names[1], y, logits.shape[1], samples=len(x)).to(x.device)
+
+
+def _restored(path, saved: dict, parts: dict, config: TrainConfig) -> History:
+    """Load the parts of a run from its checkpoint and return its history, if both are whole."""
+    columns = [f.name for f in fields(History) if f.name != "stopped_early"]
+    try:
+        history = History(
+            **{name: tuple(saved[name]) for name in columns}, stopped_early=saved["stopped_early"]
+        )
+        lengths = {len(getattr(history, name)) for name in columns} - {0}
+        numbers = [value for name in columns for value in getattr(history, name)]
+        if (
+            type(history.stopped_early) is not bool
+            or lengths != {history.epochs_run}
+            or len(history.lr) != history.epochs_run
+            or history.epochs_run > config.epochs
+            or not all(isinstance(value, float | int) for value in numbers)
+        ):
+            raise checkpoints.damaged(path)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except CheckpointError:
+        raise
+    except Exception as error:  # each kind of part has its own ways to refuse a state
+        raise checkpoints.damaged(path) from error
+    return history
 
 
 def _pair(data) -> tuple[Tensor, Tensor]:
@@ -392,7 +450,3 @@ def _show(bar, loss: float, accuracy: float) -> None:
 def _wide(value: Tensor) -> Tensor:
     """Return ``value`` in single precision at least."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _frozen(value):
-    return tuple(value) if isinstance(value, list | tuple) else value

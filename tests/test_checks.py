@@ -89,7 +89,8 @@ def test_tensor_takes_arrays_as_they_come():
         ("abc", "x must be a tensor or array of numbers; got str"),
         (None, "x must be a tensor or array of numbers; got NoneType"),
         ([[1.0], [1.0, 2.0]], "x must be a tensor or array of numbers; got list"),
-        (np.array([object()]), "x must be a tensor or array of numbers; got ndarray"),
+        (np.array([object()]), "x must be .*; got an array of object, which torch lacks"),
+        (np.zeros(2, ">f4"), "x must be .*; got an array of >f4, which torch lacks"),
         (torch.zeros(3), r"x must have shape \(rows, 3\); got \(3,\)"),
         (torch.zeros(2, 4), r"x must have shape \(rows, 3\); got \(2, 4\)"),
         (torch.zeros(0, 3), r"x must not be empty; got shape \(0, 3\)"),
@@ -140,6 +141,15 @@ def test_labels_come_back_as_int64(dtype):
 def test_labels_refuse(value, message):
     with pytest.raises(ValueError, match=message):
         checks.labels("y", value, 3, samples=2)
+
+
+def test_a_module_is_one_and_not_its_class():
+    layer = torch.nn.Linear(1, 1)
+    assert checks.module("model", layer) is layer
+    with pytest.raises(ValueError, match="model must be a torch module; got the class Linear"):
+        checks.module("model", torch.nn.Linear)
+    with pytest.raises(ValueError, match="model must be a torch module; got NoneType"):
+        checks.module("model", None)
 
 
 def test_labels_refuse_none_at_all():

@@ -386,6 +386,7 @@ def test_half_precision_is_refused(run, dtype):
         ({"y": torch.zeros(12)}, "y must hold whole numbers; got torch.float32"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1; got 0"),
         ({"seed": -1}, "seed must be a whole number .*; got -1"),
+        ({"x": torch.ones(12, 4)}, r"x must fit the model, which refuses shape \(12, 4\): "),
     ],
 )
 def test_bad_problems_are_refused(run, change, message):
@@ -402,6 +403,18 @@ def test_models_without_logits_are_refused(run):
         run(nn.Linear(3, 1), x, y)
     with pytest.raises(ValueError, match="model must return logits of shape"):
         run(nn.Sequential(nn.Linear(3, 2), nn.Unflatten(1, (2, 1))), x, y)
+    with pytest.raises(ValueError, match="model must be a torch module; got NoneType"):
+        run(None, x, y)
+
+
+@pytest.mark.parametrize("run", [RUNS["trace"], RUNS["top"]], ids=["trace", "top"])
+def test_a_loss_that_no_trainable_parameter_moves_is_refused(run):
+    model, x, y = problem()
+    model.requires_grad_(False)
+    model.spare = nn.Linear(2, 2).double()
+    model.forward = lambda x: model[3](model[2](model[1](model[0](x))))
+    with pytest.raises(ValueError, match="model must use a trainable parameter"):
+        run(model, x, y)
 
 
 @pytest.mark.parametrize("run", [RUNS["trace"], RUNS["top"]], ids=["trace", "top"])

@@ -498,3 +498,22 @@ def test_sharpness_of_refuses(x, options, message):
     model = models.build("mlp", num_classes=3, width=4, input_shape=(4,))
     with pytest.raises(ValueError, match=message):
         sharpness_of(model, x, **options)
+
+
+def test_sharpness_of_refuses_what_it_cannot_take_apart():
+    model = models.build("mlp", num_classes=3, width=4, input_shape=(4,))
+    with pytest.raises(ValueError, match=r"x must fit the model, which refuses shape \(2, 5\): "):
+        sharpness_of(model, torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"model must have features and a linear head.*got Linear"):
+        sharpness_of(torch.nn.Linear(2, 2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="model must be a torch module; got NoneType"):
+        sharpness_of(None, torch.ones(2, 2))
+
+
+def test_every_measure_of_this_module_is_offered():
+    defined = {
+        name
+        for name, thing in vars(sharpness).items()
+        if getattr(thing, "__module__", "") == sharpness.__name__ and not name.startswith("_")
+    }
+    assert defined <= set(sharpness.__all__)

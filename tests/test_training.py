@@ -25,6 +25,7 @@ from flatbook.augmentation import crop_flip
 from flatbook.checkpoints import CheckpointError
 from flatbook.config import TrainConfig, learning_rate
 from flatbook.data import Split
+from flatbook.models import build
 from flatbook.optim import ASAM, GSAM, SAM, LookSAM, MicroBatchSAM
 from flatbook.runtime import forked_seed, generator
 from flatbook.training import DivergenceError, History, evaluate, fit, make_optimizer
@@ -546,6 +547,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     path = tmp_path / "run.pt"
     fit(network(), x, y, config, checkpoint=path)
     written = path.read_bytes()
+    half_frozen = network()
+    half_frozen[0].requires_grad_(False)
     wider = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     change = dataclasses.replace
     cases = [
@@ -561,6 +564,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         ((network(), x, y.flip(0), config), {}, "another data"),
         ((network(), x, y, config), {"eval_data": (x, y)}, "another data"),
         ((wider, x, y, config), {}, "another model"),
+        ((half_frozen, x, y, config), {}, "another model"),
     ]
     for arguments, options, message in cases:
         with pytest.raises(CheckpointError, match=f"run.pt is of a run with {message}"):
@@ -581,6 +585,56 @@ def test_a_damaged_checkpoint_says_so(tmp_path):
             fit(network(), x, y, config, checkpoint=path)
     torch.save({"weights": torch.zeros(1)}, path)
     with pytest.raises(CheckpointError, match=r"run\.pt has another format than this version"):
+        fit(network(), x, y, config, checkpoint=path)
+
+
+def test_no_flipped_bit_of_a_checkpoint_passes_unseen(tmp_path):
+    x, y = images(30)
+    config = settings_for("gsam", epochs=1)
+    path = tmp_path / "run.pt"
+    small = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    history = fit(small, x, y, config, checkpoint=path)
+    written = path.read_bytes()
+    refused = 0
+    for place in np.random.default_rng(0).integers(8 * len(written), size=150).tolist():
+        flipped = bytearray(written)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        try:
+            assert fit(model, x, y, config, checkpoint=path) == history
+            assert same(tensors(model), tensors(small))  # the bit was in the padding
+        except CheckpointError:
+            refused += 1
+    assert refused > 30
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: None,
+        lambda state: [],
+        lambda state: {},
+        lambda state: state | {"model": None},
+        lambda state: state | {"model": {"0.weight": torch.zeros(1)}},
+        lambda state: state | {"optimizer": 3},
+        lambda state: state | {"optimizer": {}},
+        lambda state: state | {"loss": None},
+        lambda state: state | {"loss": ["low"]},
+        lambda state: state | {"lr": ()},
+        lambda state: state | {"loss": (0.1, 0.1), "lr": (0.1, 0.1)},
+        lambda state: state | {"stopped_early": "no"},
+        lambda state: {key: value for key, value in state.items() if key != "accuracy"},
+    ],
+)
+def test_a_checkpoint_without_its_parts_is_damaged(tmp_path, spoil):
+    x, y = images()
+    config = settings_for("sgd", epochs=1)
+    path = tmp_path / "run.pt"
+    fit(network(), x, y, config, checkpoint=path)
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"state": spoil(content["state"])}, path)
+    with pytest.raises(CheckpointError, match=r"run\.pt is damaged|run\.pt has another format"):
         fit(network(), x, y, config, checkpoint=path)
 
 
@@ -687,6 +741,18 @@ def test_the_config_is_frozen():
         TrainConfig().lr = 1.0
 
 
+class Idle(nn.Module):
+    """A classifier whose only trainable parameter has no part in what it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = nn.Linear(64, 3).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.live(x.flatten(1))
+
+
 def bad_calls():
     x, y = images()
     config = settings_for("sgd")
@@ -702,6 +768,12 @@ def bad_calls():
         ((x[:, :, :4], y, config), {}, r"x must fit the model, which refuses shape \(60, 1, 4, 8"),
         ((x.flatten(), y, config), {}, r"x must have shape \(samples, size\); got \(3840,\)"),
         (("x", y, config), {}, "x must be a tensor or array of numbers; got str"),
+        (
+            (x.numpy().astype(">f4"), y, config),
+            {},
+            "numbers; got an array of >f4, which torch lacks",
+        ),
+        ((x, y, config), {"model": Idle()}, "model must use a trainable parameter"),
         ((x, y[:-1], config), {}, r"y must have shape \(60\); got \(59,\)"),
         ((x, y + 1, config), {}, r"y must lie in 0..2, one label per sample; got 1..3"),
         ((x, y - 1, config), {}, r"y must lie in 0..2, one label per sample; got -1..1"),
@@ -743,6 +815,56 @@ def test_wrong_evaluations_are_refused_in_a_sentence():
         evaluate(network(), x, y[:3])
     with pytest.raises(ValueError, match="x must have shape"):
         crop_flip(x[:, 0], generator(0))
+
+
+def test_none_is_neither_a_model_nor_a_config():
+    x, y = images()
+    for call in (lambda: evaluate(None, x, y), lambda: fit(None, x, y, settings_for("sgd"))):
+        with pytest.raises(ValueError, match="model must be a torch module; got NoneType"):
+            call()
+    with pytest.raises(ValueError, match="model must be a torch module; got the class Linear"):
+        fit(nn.Linear, x, y, settings_for("sgd"))
+    with pytest.raises(ValueError, match="config must be a TrainConfig; got NoneType"):
+        make_optimizer(network(), None)
+    with pytest.raises(ValueError, match="model must be a torch module; got NoneType"):
+        make_optimizer(None, settings_for("sgd"))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
+def test_lazy_layers_get_their_weights_from_the_data(shape, channels_last):
+    x, y = images()
+    x = x.reshape(-1, *shape)
+    model = build("mlp", num_classes=3, in_channels=1, width=np.float32(0.125), seed=0)
+    ready = build("mlp", num_classes=3, in_channels=1, width=32, input_shape=shape, seed=0)
+    config = settings_for("sgd", channels_last=channels_last)
+    history = fit(model, x, y, config)
+    assert history.epochs_run == config.epochs
+    assert [p.shape for p in model.parameters()] == [p.shape for p in ready.parameters()]
+    assert evaluate(model, x, y)[1] > 0.9
+
+
+def test_a_lone_last_sample_is_refused_where_batch_norm_cannot_take_it(tmp_path):
+    x, y = images(9)
+    deep = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    spread = network()  # normalises over the positions of an image, too
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    for optimizer, options in [("sgd", {"batch_size": 4}), ("sam", {"batch_size": 1})]:
+        config = settings_for(optimizer, epochs=1, **options)
+        before = tensors(deep)
+        with pytest.raises(
+            ValueError, match=r"batch_size must not leave a batch of one sample.* 9"
+        ):
+            fit(deep, x, y, config)
+        assert same(tensors(deep), before)
+        assert fit(spread, x, y, config).epochs_run == 1
+        assert fit(plain, x, y, config).epochs_run == 1
+    micro = settings_for("msam", epochs=1, batch_size=9, micro_batch=4)
+    with pytest.raises(
+        ValueError, match="batch_size and micro_batch must not leave a batch of one"
+    ):
+        fit(deep, x, y, micro)
+    assert fit(deep, x, y, settings_for("sgd", epochs=1, batch_size=7)).epochs_run == 1
 
 
 def test_a_split_of_a_data_set_may_be_evaluated_on():
