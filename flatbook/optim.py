@@ -116,7 +116,7 @@ class SAM(OptimizerWrapper):
             _, g_s = self.gradient(closure)
         update = self.combine(g, g_s)
         # Plus 0, or plus nan if the first pass failed: `descend` then need only look at this.
-        update.tensors[0].add_(0 * g.norm)
+        update.tensors[0].add_(g.nought)
         return loss, update
 
     def ascent(self, g: ParameterVector) -> ParameterVector:
@@ -215,8 +215,8 @@ class GSAM(SAM):
         base_optimizer: As for `SAM`, like all that is not listed.
         rho: :math:`\rho_{\max}`; above 0.
         rho_min: Radius at the lowest learning rate; 0 to ``rho``.
-        lr_max: Highest learning rate of the schedule. None takes each group's first: the
-            scheduler's ``initial_lr``, or the rate it has now.
+        lr_max: Highest learning rate of the schedule. None takes what the scheduler notes in
+            each group, ``max_lr`` or else ``initial_lr``; without one, the rate it has now.
         lr_min: Lowest learning rate of the schedule; 0 or more, below ``lr_max``.
         alpha: Weight of the orthogonal part; 0 or more.
 
@@ -266,8 +266,10 @@ class GSAM(SAM):
     def radius(self, group: dict, index: int) -> float:
         r"""Return :math:`\rho_t` of a parameter group at its present learning rate."""
         rho, lr = super().radius(group, index), float(group["lr"])
-        first = self._first_lr.setdefault(index, lr)
-        top = self.lr_max if self.lr_max is not None else float(group.get("initial_lr", first))
+        top = self.lr_max
+        if top is None:
+            first = self._first_lr.setdefault(index, lr)
+            top = float(group.get("max_lr", group.get("initial_lr", first)))
         if self.rho_min > rho:
             raise ValueError(f"rho_min must be at most rho, which is {rho}; got {self.rho_min}.")
         if self.lr_min >= top:
@@ -282,8 +284,22 @@ class GSAM(SAM):
 
     def combine(self, g: ParameterVector, g_s: ParameterVector) -> ParameterVector:
         r"""Return :math:`g_s - \alpha g_\perp`."""
-        orthogonal = g - over(g @ g_s, g_s @ g_s) * g_s
+        orthogonal = g - g.component(g_s) * g_s
         return g_s - self.alpha * orthogonal
+
+    def own_state(self) -> dict:
+        """Return the first learning rate of each group, where those are the highest."""
+        return {"first_lr": dict(self._first_lr)} if self._first_lr else {}
+
+    def check_own_state(self, state: dict) -> None:
+        """Raise a ValueError unless ``state`` holds a learning rate for each of some groups."""
+        for index, lr in state["first_lr"].items():
+            checks.count("a group in state_dict['GSAM']", index, at_least=0)
+            checks.non_negative("a learning rate in state_dict['GSAM']", lr)
+
+    def load_own_state(self, state: dict) -> None:
+        """Restore what `own_state` returned."""
+        self._first_lr = dict(state["first_lr"])
 
 
 class LookSAM(SAM):
@@ -359,7 +375,7 @@ class LookSAM(SAM):
 
     def combine(self, g: ParameterVector, g_s: ParameterVector) -> ParameterVector:
         """Return :math:`g_s` and keep its part orthogonal to g."""
-        g_v = g_s - over(g_s @ g, g @ g) * g
+        g_v = g_s - g_s.component(g) * g
         self._g_v = dict(zip(self.parameters(), g_v.tensors, strict=True))
         return g_s
 
@@ -374,6 +390,18 @@ class LookSAM(SAM):
         everything = [p for group in self.param_groups for p in group["params"]]
         g_v = {i: self._g_v[p] for i, p in enumerate(everything) if p in self._g_v}
         return {"steps": self._steps, "g_v": g_v}
+
+    def check_own_state(self, state: dict) -> None:
+        """Raise a ValueError unless ``state`` counts steps and holds a g_v that fits."""
+        shapes = [p.shape for group in self.param_groups for p in group["params"]]
+        steps = checks.count("steps in state_dict['LookSAM']", state["steps"], at_least=0)
+        for index, v in state["g_v"].items():
+            checks.count("a key of g_v", index, at_least=0, at_most=len(shapes) - 1)
+            checks.tensor(f"g_v[{index}]", v, [*shapes[index]])
+        if steps and not state["g_v"]:
+            raise ValueError(
+                f"state_dict['LookSAM'] must hold the g_v of its {steps} steps; got none."
+            )
 
     def load_own_state(self, state: dict) -> None:
         """Restore what `own_state` returned, on the device and in the precision of the weights."""

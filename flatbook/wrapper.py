@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, reduce
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from flatbook import checks
+from flatbook import checks, runtime
 
 Closure = Callable[[], Tensor | float]
 
@@ -30,7 +30,8 @@ class ParameterVector:
 
     ``v + w``, ``v - w`` and ``v * w`` act entry by entry, ``v * c`` takes a number, a scalar
     tensor or one number per parameter, and ``v @ w`` is the inner product. Norms and inner
-    products are taken in float32 at least.
+    products are taken in float64, where the squares of float32 neither overflow nor vanish; a
+    device without it (MPS) gets norms and components from entries divided by the largest.
 
     Args:
         tensors: One tensor per parameter.
@@ -38,7 +39,7 @@ class ParameterVector:
     Example:
         >>> v = ParameterVector([torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])])
         >>> v.norm, (2 * v - v) @ v
-        (tensor(5.), tensor(25.))
+        (tensor(5., dtype=torch.float64), tensor(25., dtype=torch.float64))
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -57,20 +58,49 @@ class ParameterVector:
     __rmul__ = __mul__
 
     def __matmul__(self, other: "ParameterVector") -> Tensor:
-        wide = self._dtype
         pairs = zip(self.tensors, other.tensors, strict=True)
-        return torch.stack([(a.to(wide) * b.to(wide)).sum() for a, b in pairs]).sum()
+        return torch.stack([torch.dot(_flat(a), _flat(b)) for a, b in pairs]).sum()
 
     @cached_property
     def norm(self) -> Tensor:
         """Euclidean length, a tensor without dimensions; do not change the tensors after it."""
-        return torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(self.tensors, 2, dtype=self._dtype))
-        )
+        if not self._in_double:
+            return self._largest * (self._unit @ self._unit).sqrt()
+        if self.tensors[0].device.type == "cpu":  # there, a norm in another type is not vectorised
+            return (self @ self).sqrt()
+        norms = torch._foreach_norm(self.tensors, 2, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def component(self, other: "ParameterVector") -> Tensor:
+        """Return the number c for which ``self - c * other`` is orthogonal to ``other``."""
+        if self._in_double:
+            return over(self @ other, other @ other)
+        unit = other._unit
+        return over(self._unit @ unit, unit @ unit) * (self._largest / other._largest)
 
     @property
-    def _dtype(self) -> torch.dtype:
-        return reduce(torch.promote_types, {t.dtype for t in self.tensors}, torch.float32)
+    def nought(self) -> Tensor:
+        """Zero, or nan if an entry is inf or nan; entries of any size cannot overflow it."""
+        return torch.stack(torch._foreach_norm(torch._foreach_mul(self.tensors, 0))).sum()
+
+    @property
+    def _in_double(self) -> bool:
+        return runtime.widened(self.tensors[0].new_empty(0)).dtype == torch.float64
+
+    @cached_property
+    def _largest(self) -> Tensor:
+        """The largest absolute value; 1 if that is 0 or not finite."""
+        norms = torch._foreach_norm(self.tensors, float("inf"), dtype=torch.float32)
+        largest = torch.stack(norms).max()
+        return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+
+    @cached_property
+    def _unit(self) -> "ParameterVector":
+        return ParameterVector(t.float() / self._largest for t in self.tensors)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return runtime.widened(tensor.flatten())
 
 
 def over(numerator: Tensor | float, denominator: Tensor) -> Tensor:
@@ -167,6 +197,14 @@ class OptimizerWrapper(Optimizer):
         rest = {key: value for key, value in state_dict.items() if key != name}
         if self.own_state() and name not in state_dict:
             raise ValueError(f"state_dict must come from {name}; got one without the key {name!r}.")
+        if name in state_dict:
+            try:
+                self.check_own_state(state_dict[name])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"state_dict[{name!r}] must be what {name} remembers; "
+                    f"got {state_dict[name]!r:.80}."
+                ) from error
         self.base_optimizer.load_state_dict(rest)
         if name in state_dict:
             self.load_own_state(state_dict[name])
@@ -174,6 +212,9 @@ class OptimizerWrapper(Optimizer):
     def own_state(self) -> dict:
         """Return what this method remembers beyond the base optimizer; nothing by default."""
         return {}
+
+    def check_own_state(self, state: dict) -> None:
+        """Raise a ValueError unless `own_state` of these parameters may have returned ``state``."""
 
     def load_own_state(self, state: dict) -> None:
         """Restore what `own_state` returned."""
@@ -267,7 +308,7 @@ class OptimizerWrapper(Optimizer):
 
     def descend(self, update: ParameterVector) -> bool:
         """Let the base optimizer step along ``update``, unless that is not finite; say whether."""
-        finite = bool(update.norm.isfinite())  # the one wait for the device in a step
+        finite = bool(update.nought == 0)  # the one wait for the device in a step
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if not finite and not scaled:
             self._warn_once()
@@ -382,7 +423,12 @@ def _masks_by_parameter(mask, model) -> list[tuple[Tensor, Tensor]]:
     trainable: dict[Tensor, Tensor] = {}
     for name, keep in mask.items():
         p = named[checks.choice("a name in mask", name, named)]
-        keep = torch.as_tensor(keep)
+        try:
+            keep = torch.as_tensor(keep)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"mask[{name!r}] must be a bool tensor of shape {tuple(p.shape)}; got {keep!r:.80}."
+            ) from error
         if keep.dtype != torch.bool or keep.shape != p.shape:
             raise ValueError(
                 f"mask[{name!r}] must be a bool tensor of shape {tuple(p.shape)}; "

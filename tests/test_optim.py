@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatbook import runtime
 from flatbook.optim import ASAM, GSAM, SAM, LookSAM, MicroBatchSAM, SharpnessMax
 from flatbook.runtime import forked_seed, generator
 from flatbook.wrapper import ParameterVector
@@ -214,6 +215,38 @@ def test_gsam_knows_the_peak_of_a_schedule_that_starts_low():
         take(optimizer, model, batch(model))
         scheduler.step()
     assert radii == pytest.approx([0.04, 0.16, 0.28, 0.4])
+
+
+def test_gsam_knows_the_peak_that_one_cycle_notes():
+    model = mlp()
+    base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = GSAM(base, rho=0.4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
+    radii = []
+    for _ in range(7):
+        radii.append(optimizer.radii()[0] / base.param_groups[0]["lr"])
+        take(optimizer, model, batch(model))
+        scheduler.step()
+    assert radii == pytest.approx([0.4 / 0.5] * 7)
+
+
+def test_gsam_goes_on_bit_for_bit_when_rebuilt_at_another_rate():
+    model = mlp(dtype=torch.float32)
+    optimizer = GSAM(torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9), rho=0.3)
+    for t in range(6):
+        if t == 3:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] = 0.4 / (1 + t)
+        take(optimizer, model, batch(model, seed=t))
+    resumed = mlp(seed=9, dtype=torch.float32)
+    optimizer = GSAM(torch.optim.SGD(resumed.parameters(), lr=0.07, momentum=0.9), rho=0.3)
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for t in range(3, 6):
+        optimizer.param_groups[0]["lr"] = 0.4 / (1 + t)
+        take(optimizer, resumed, batch(resumed, seed=t))
+    assert identical(weights(resumed), weights(model))
+    assert "GSAM" not in GSAM(optimizer.base_optimizer, lr_max=0.5).state_dict()
 
 
 def test_gsam_refuses_a_learning_rate_outside_its_range():
@@ -561,14 +594,67 @@ def test_autocast_sees_the_perturbed_weights(outside):
     assert model[0].weight.dtype == torch.float32
 
 
-def test_norms_and_products_of_half_precision_are_taken_in_single():
+def test_norms_and_products_are_taken_in_double():
     tensors = [torch.full((1000,), 0.1, dtype=torch.bfloat16), torch.ones(3, dtype=torch.float16)]
     for some in (tensors, tensors[:1], tensors[1:]):
         v = ParameterVector(some)
         exact = sum(t.double().square().sum() for t in some)
-        assert v.norm.dtype == (v @ v).dtype == torch.float32
+        assert v.norm.dtype == (v @ v).dtype == torch.float64
         assert_close(v.norm.double(), exact.sqrt(), rtol=1e-6, atol=0)
         assert_close((v @ v).double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.fixture(params=["double", "single"])
+def widest(request, monkeypatch):
+    """Let the device have float64, or not, as MPS."""
+    if request.param == "single":
+        monkeypatch.setattr(runtime, "widened", lambda value: value.float())
+
+
+@pytest.mark.usefixtures("widest")
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e20, 1e37])
+def test_vectors_of_any_size_have_a_norm_and_a_component(size):
+    a, b = (torch.randn(50, generator=generator(seed), dtype=torch.float64) for seed in (1, 2))
+    v, w = (ParameterVector((size * t).float().split([20, 30])) for t in (a, b))
+    assert_close(v.norm.double() / size, a.norm(), rtol=1e-6, atol=0)
+    exact = (a @ b) / (b @ b)
+    assert_close(v.component(w).double(), exact, rtol=1e-5, atol=0)
+    assert v.nought == 0
+    nothing = ParameterVector([torch.zeros(3)])
+    assert nothing.norm == nothing.component(nothing) == 0
+
+
+@pytest.mark.usefixtures("widest")
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_only_entries_that_are_not_finite_make_nought_nan(bad, dtype):
+    most = torch.full((9,), torch.finfo(dtype).max, dtype=dtype)
+    assert ParameterVector([most, most]).nought == 0
+    assert ParameterVector([most, torch.tensor([1.0, bad], dtype=dtype)]).nought.isnan()
+
+
+@pytest.mark.usefixtures("widest")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1e-25, 1e20])
+def test_the_size_of_the_loss_only_scales_the_step(method, size):
+    """Every method looks at unit directions, so c L is stepped along as L with c times the rate."""
+    finals = []
+    for scale in (1.0, size):
+        model = mlp(dtype=torch.float32)
+        optimizer = method(torch.optim.SGD(model.parameters(), lr=0.1 / scale), rho=0.1)
+        for seed in range(3):
+            data = batch(model, seed=seed)
+
+            def closure(optimizer=optimizer, model=model, data=data, scale=scale):
+                optimizer.zero_grad()
+                loss = scale * cross_entropy(model(data[0]), data[1])
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        finals.append(weights(model))
+    for one, other in zip(*finals, strict=True):
+        assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", [*METHODS, MicroBatchSAM])
@@ -940,6 +1026,33 @@ def test_state_without_memory_is_that_of_the_base_and_foreign_state_is_refused()
         SAM(other).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("method", "own", "message"),
+    [
+        (LookSAM, {}, "state_dict.'LookSAM'. must be what LookSAM remembers"),
+        (LookSAM, None, "state_dict.'LookSAM'. must be what LookSAM remembers"),
+        (LookSAM, {"steps": 1, "g_v": [1]}, "must be what LookSAM remembers"),
+        (LookSAM, {"steps": -1, "g_v": {}}, "steps in .* must be a whole number"),
+        (LookSAM, {"steps": 3, "g_v": {}}, "must hold the g_v of its 3 steps; got none"),
+        (LookSAM, {"steps": 1, "g_v": {9: torch.ones(3)}}, "key of g_v must be .* 0 to 3; got 9"),
+        (LookSAM, {"steps": 1, "g_v": {3: torch.ones(2)}}, r"g_v.3. must have shape \(3\)"),
+        (LookSAM, {"steps": 1, "g_v": {3: "abc"}}, "g_v.3. must be a tensor"),
+        (GSAM, {}, "state_dict.'GSAM'. must be what GSAM remembers"),
+        (GSAM, {"first_lr": {0: "fast"}}, "a learning rate in .* must be a finite number"),
+    ],
+)
+def test_state_that_does_not_fit_changes_nothing(method, own, message):
+    model = mlp()
+    optimizer = method(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    take(optimizer, model, batch(model))
+    before = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(before) | {method.__name__: own}
+    bad["param_groups"][0]["lr"] = 9.0
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(bad)
+    assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("method", [*METHODS, MicroBatchSAM])
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_are_independent_and_go_on_alike(method, clone):
@@ -1038,6 +1151,14 @@ def test_wrong_arguments_are_refused_in_a_sentence():
         (
             lambda: SAM(base, model=model, mask={"2.bias": ones.float()}),
             r"mask\['2.bias'\] must be a bool tensor of shape \(3,\); got torch.float32",
+        ),
+        (
+            lambda: SAM(base, model=model, mask={"2.bias": None}),
+            r"mask\['2.bias'\] must be a bool tensor of shape \(3,\); got None",
+        ),
+        (
+            lambda: SAM(base, model=model, mask={"2.bias": "all"}),
+            r"mask\['2.bias'\] must be a bool tensor of shape \(3,\); got 'all'",
         ),
         (
             lambda: SAM(base, model=model, mask={"2.bias": ones[:2]}),
