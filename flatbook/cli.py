@@ -22,15 +22,23 @@ app = typer.Typer(
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Turn bad input, and files that cannot be read or written, into one sentence."""
+    """Turn bad input, unusable files and a training that diverges into one sentence."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _diverged(error):
+            raise
         text = str(error)
         if isinstance(error, OSError) and error.strerror:
             text = ": ".join(filter(None, (error.filename, error.strerror))) + "."
         typer.secho(f"Error: {text}", fg=typer.colors.RED, err=True)
         raise typer.Exit(2) from error
+
+
+def _diverged(error: RuntimeError) -> bool:
+    from flatbook.training import DivergenceError  # slow to import, unless it has happened
+
+    return isinstance(error, DivergenceError)
 
 
 def _version(wanted: bool) -> None:
@@ -115,9 +123,9 @@ def run(
         # Before anything slow is imported.
         checks.choice("experiment", name, experiments.EXPERIMENTS)
         checks.choice("scale", scale, results.SCALES)
-        if device:
-            os.environ["FLATBOOK_DEVICE"] = device
         path = experiments.destination(name, scale, out)
+        if device is not None:
+            _use(device)
         try:
             done = experiments.execute(
                 name,
@@ -175,6 +183,18 @@ def data(
             typer.echo(f"{split:<9} {shape}, from {x.min():g} to {x.max():g}")
         typer.echo(f"classes   {loaded.num_classes}")
         typer.echo(f"SHA-256   {loaded.checksum}")
+
+
+def _use(device: str) -> None:
+    from flatbook import runtime
+
+    os.environ["FLATBOOK_DEVICE"] = device  # worker processes read it, too
+    try:
+        runtime.device()
+    except ValueError as error:
+        raise ValueError(
+            f"--device must name a device of this machine, such as cpu; got {device!r}."
+        ) from error
 
 
 def _rows(values: Any, path: str = "") -> Iterator[tuple[str, str]]:

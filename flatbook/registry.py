@@ -4,14 +4,17 @@ import lzma
 import math
 import os
 import pickle
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 
 from flatbook import archives, runtime, vision
@@ -21,12 +24,26 @@ from flatbook.archives import ASSETS, CorruptDataError, DataNotFoundError, Sourc
 _DAMAGE = (
     AssertionError,
     EOFError,
+    IndexError,
     KeyError,
     OSError,
     RuntimeError,
+    TypeError,
     ValueError,
     lzma.LZMAError,
     pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+# What a download that breaks off raises, or unpacking what came of it.
+_BROKEN_OFF = (
+    EOFError,
+    HTTPException,
+    OSError,
+    RuntimeError,
+    lzma.LZMAError,
+    tarfile.TarError,
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -43,6 +60,7 @@ class Entry:
         layouts: From the files that make the set present, relative to a data folder, to the
             function that reads them from there.
         sizes: Number of training and of test samples, if fixed.
+        shape: Shape of an input, if fixed.
         within: The package that ships it, if it needs no folder.
         torchvision: The class of ``torchvision.datasets`` that downloads it, if one does.
         get: What to do to get it, where nothing downloads it.
@@ -54,6 +72,7 @@ class Entry:
     classes: int
     layouts: dict[tuple[str, ...], Callable[..., Source]]
     sizes: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
     within: str = ""
     torchvision: str = ""
     get: str = ""
@@ -65,6 +84,30 @@ def _torchvision(
 ) -> dict:
     read = partial(vision.torchvision_set, kind=kind, classes=classes)
     return {tuple(f"{folder}/{name}" for name in names.split()): read}
+
+
+def _npz(file: str, read: Callable[[Path], Source]) -> dict:
+    """Read an archive of NumPy arrays whose labels are whole numbers and whose bits suffice."""
+
+    def checked(folder: Path) -> Source:
+        with np.load(folder / file) as archive:
+            for name in (name for name in archive.files if name.endswith("labels")):
+                labels = archive[name]
+                if labels.ndim != 1 or labels.dtype.kind not in "iu":
+                    raise CorruptDataError(
+                        f"{name} of {folder / file} must be a row of whole numbers; got "
+                        f"{labels.dtype} of shape {labels.shape}."
+                    )
+            if "n_features" in archive.files:  # NumPy would make up for lacking bits with zeros
+                wanted, given = int(archive["n_features"]), 8 * archive["features"].shape[1]
+                if not 0 < wanted <= given < wanted + 8:
+                    raise CorruptDataError(
+                        f"features of {folder / file} must hold the bits of n_features, {wanted}, "
+                        f"filled up to whole bytes; got {given} bits a row."
+                    )
+        return read(folder)
+
+    return {(file,): checked}
 
 
 def _images(name: str, size: int) -> dict:
@@ -97,6 +140,7 @@ SETS = {
         10,
         _torchvision("FashionMNIST", "FashionMNIST", _IDX, archives.FASHION_CLASSES),
         sizes=(60_000, 10_000),
+        shape=(1, 28, 28),
         torchvision="FashionMNIST",
     ),
     "mnist": Entry(
@@ -105,9 +149,10 @@ SETS = {
         10,
         {
             **_torchvision("MNIST", "MNIST", _IDX, archives.DIGITS),
-            ("mnist.npz",): archives.mnist_npz,
+            **_npz("mnist.npz", archives.mnist_npz),
         },
         sizes=(60_000, 10_000),
+        shape=(1, 28, 28),
         torchvision="MNIST",
     ),
     "cifar10": Entry(
@@ -116,6 +161,7 @@ SETS = {
         10,
         _torchvision("CIFAR10", "cifar-10-batches-py", _CIFAR10),
         sizes=(50_000, 10_000),
+        shape=(3, 32, 32),
         torchvision="CIFAR10",
     ),
     "cifar100": Entry(
@@ -124,6 +170,7 @@ SETS = {
         100,
         _torchvision("CIFAR100", "cifar-100-python", "meta train test"),
         sizes=(50_000, 10_000),
+        shape=(3, 32, 32),
         torchvision="CIFAR100",
     ),
     "cifar100-subset": Entry(
@@ -147,8 +194,9 @@ SETS = {
         "check-ins of 5,010 people, 446 bits each, in 30 groups",
         "none stated",
         30,
-        {("location30.npz",): archives.location30},
+        _npz("location30.npz", archives.location30),
         sizes=(4_008, 1_002),
+        shape=(446,),
         get="put location30.npz there (features: rows of numpy.packbits, n_features, labels)",
     ),
     "adult": Entry(
@@ -242,8 +290,9 @@ def download(name: str, folder: Path) -> None:
     wanted = next(iter(SETS[name].layouts))
     try:
         vision.download(folder, SETS[name].torchvision, Path(wanted[0]).parts[0])
-    except (OSError, RuntimeError) as error:
-        raise DataNotFoundError(f"{name} could not be downloaded to {folder}: {error}.") from error
+    except _BROKEN_OFF as error:
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise DataNotFoundError(f"{name} could not be downloaded to {folder}: {reason}.") from error
 
 
 @contextmanager
@@ -262,7 +311,7 @@ def intact(name: str, folder: Path) -> Iterator[None]:
 
 
 def verified(name: str, folder: Path, source: Source) -> Source:
-    """Return ``source`` if it has the number of samples it should, and no label out of range.
+    """Return ``source`` if its samples are as many and as large as they should be, and labelled.
 
     Raises:
         CorruptDataError: If it has not.
@@ -274,6 +323,12 @@ def verified(name: str, folder: Path, source: Source) -> Source:
             f"{name} in {folder} must hold {wanted[0]} training and {wanted[1]} test samples; "
             f"got {sizes[0]} and {sizes[1]}."
         )
+    shape = SETS[name].shape
+    for split in (source.train, source.test):
+        if shape and split.shape != shape:
+            raise CorruptDataError(
+                f"inputs of {name} in {folder} must have shape {shape}; got {split.shape}."
+            )
     classes = len(source.classes) if source.classes else SETS[name].classes
     for split in (source.train, source.test):
         low, high = split.labels.min(), split.labels.max()

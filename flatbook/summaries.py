@@ -130,7 +130,17 @@ def paired_difference(a: Sequence[float] | Summary, b: Sequence[float] | Summary
 def is_summary(value: Any) -> bool:
     """Return whether ``value``, read from a run, is a :class:`Summary` written as a mapping."""
     needed = {"mean", "standard_error", "n"}
-    return isinstance(value, dict) and needed <= value.keys() <= needed | {"values"}
+    if not (isinstance(value, dict) and needed <= value.keys() <= needed | {"values"}):
+        return False
+    n, values = value["n"], value.get("values", ())
+    return (
+        type(n) is int
+        and n >= 1
+        and isinstance(values, list | tuple)
+        and len(values) in (0, n)
+        and all(type(x) in (int, float) for x in (value["mean"], value["standard_error"], *values))
+        and not value["standard_error"] < 0
+    )
 
 
 def _measurements(name: str, values) -> tuple[float, ...]:

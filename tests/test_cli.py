@@ -11,6 +11,7 @@ import flatbook
 from flatbook import cli, experiments
 from flatbook.jsonfile import read_json
 from flatbook.results import SCALES, load_result
+from flatbook.training import DivergenceError
 
 
 @pytest.fixture
@@ -130,7 +131,10 @@ def test_run_interrupted(folder, monkeypatch):
         (["tiny", "--scale", "laptob"], "got 'laptob'. Did you mean 'laptop'?"),
         (["tiny", "--seeds", 0], "seeds must be a whole number of at least 1; got 0."),
         (["tiny", "--workers", -1], "workers must be a whole number of at least 0; got -1."),
-        (["tiny", "--device", "abacus"], "FLATBOOK_DEVICE must name a device of this machine"),
+        (
+            ["tiny", "--device", "abacus"],
+            "--device must name a device of this machine, such as cpu; ",
+        ),
         (["tiny", "--out", "/proc/x.json"], "/proc/"),
     ],
 )
@@ -142,6 +146,15 @@ def test_run_refuses(folder, arguments, message):
 def test_run_into_a_file(folder, tmp_path):
     (tmp_path / "file").write_text("")
     assert "file: " in error("run", "tiny", "--out", tmp_path / "file" / "x.json")
+
+
+def test_run_that_diverges_says_so(folder, monkeypatch):
+    def diverges(task):
+        raise DivergenceError("the mean loss", 3, 0.5)
+
+    monkeypatch.setattr(tiny, "toss", diverges)
+    text = error("run", "tiny", "--workers", 0)
+    assert text.startswith("Error: training diverged: the mean loss is not finite in epoch 3")
 
 
 def test_run_with_a_bug_shows_where(folder, monkeypatch):

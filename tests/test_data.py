@@ -6,7 +6,9 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from http.client import IncompleteRead
 
 import numpy as np
 import pytest
@@ -302,18 +304,30 @@ def test_download_is_asked_for_and_leaves_the_set_whole(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["MNIST"]
 
 
-def test_a_failed_download_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError("no network"),
+        RuntimeError("no network"),
+        IncompleteRead(b"no network", 10),
+        EOFError(),
+        tarfile.ReadError("no network"),
+        zipfile.BadZipFile("no network"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_failed_download_says_so_and_leaves_nothing(tmp_path, monkeypatch, failure):
     from torchvision.datasets import CIFAR10
 
     def no_network(self):
         folder = tmp_path / self.root / self.base_folder
         folder.mkdir(parents=True)
         (folder / "batches.meta").write_text("half")
-        raise OSError("no network")
+        raise failure
 
     monkeypatch.setattr(CIFAR10, "download", no_network)
     with pytest.raises(
-        data.DataNotFoundError, match=f"cifar10 could not be downloaded to {tmp_path}: no network"
+        data.DataNotFoundError, match=f"cifar10 could not be downloaded to {tmp_path}: ..."
     ):
         data.load("cifar10", root=tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
@@ -367,6 +381,13 @@ def test_sheets_are_cut_row_by_row(tmp_path):
     assert x.equal(torch.from_numpy(images[chosen]).permute(0, 3, 1, 2) / 255)
 
 
+LOCATION = {
+    "features": np.zeros((5010, 56), np.uint8),
+    "n_features": 446,
+    "labels": np.arange(5010) % 30,
+}
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -378,6 +399,23 @@ def test_sheets_are_cut_row_by_row(tmp_path):
                 "labels": np.arange(60) // 5,
             },
             "must hold 4008 training and 1002 test samples; got 48 and 12",
+        ),
+        (LOCATION | {"features": np.zeros((5010, 56))}, "location30 in .* damaged"),
+        (LOCATION | {"n_features": [446, 446]}, "location30 in .* damaged"),
+        (LOCATION | {"n_features": -2}, "must hold the bits of n_features, -2, .* got 448 bits"),
+        (LOCATION | {"n_features": 0}, "must hold the bits of n_features, 0, .* got 448 bits"),
+        (
+            LOCATION | {"features": np.zeros((5010, 55), np.uint8)},
+            "must hold the bits of n_features, 446, filled up to whole bytes; got 440 bits a row",
+        ),
+        (LOCATION | {"n_features": 447}, r"must have shape \(446,\); got \(447,\)"),
+        (
+            LOCATION | {"labels": LOCATION["labels"] + 0.5},
+            r"labels of .* must be a row of whole numbers; got float64 of shape \(5010,\)",
+        ),
+        (
+            LOCATION | {"labels": LOCATION["labels"][:, None]},
+            r"labels of .* must be a row of whole numbers; got int64 of shape \(5010, 1\)",
         ),
     ],
 )
@@ -397,6 +435,21 @@ def test_labels_out_of_range_are_noticed(tmp_path, monkeypatch):
     np.savez(tmp_path / "mnist.npz", **dict(arrays))
     with pytest.raises(data.CorruptDataError, match=r"mnist in .* must lie in 0\.\.9; got 0\.\.10"):
         data.load("mnist", root=tmp_path)
+    wide = np.zeros((3, 28, 29), np.uint8)
+    np.savez(
+        tmp_path / "mnist.npz",
+        **dict(zip(names, (images, labels % 10, wide, labels % 10), strict=True)),
+    )
+    with pytest.raises(data.CorruptDataError, match=r"shape \(1, 28, 28\); got \(1, 28, 29\)"):
+        data.load("mnist", root=tmp_path)
+
+
+@pytest.mark.parametrize("empty", ["adult.data", "adult.test"])
+def test_an_empty_adult_is_noticed(tmp_path, empty):
+    for name in ("adult.data", "adult.test"):
+        (tmp_path / name).write_text("" if name == empty else ", ".join(PERSON) + "\n")
+    with pytest.raises(data.CorruptDataError, match="adult"):
+        data.load("adult", root=tmp_path)
 
 
 PERSON = [

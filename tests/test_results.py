@@ -380,6 +380,28 @@ def test_summary_says_what_there_is():
         run.summary("SAM")
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"mean": "x"},
+        {"mean": None},
+        {"mean": True},
+        {"standard_error": [0.1]},
+        {"standard_error": -0.1},
+        {"n": 2.0},
+        {"n": 0},
+        {"values": 3},
+        {"values": [0.1]},
+        {"values": [0.1, "b"]},
+    ],
+)
+def test_a_summary_of_nonsense_is_none(nonsense):
+    sound = {"mean": 0.5, "standard_error": 0.1, "n": 2, "values": [0.4, 0.6]}
+    assert make_run(values={"a": sound}).summary("a").n == 2
+    with pytest.raises(ResultError, match="a is not a mean with its error"):
+        make_run(values={"a": sound | nonsense}).summary("a")
+
+
 def test_provenance_says_all():
     text = make_run(commit="a" * 40, peak_gpu_memory_mib=2048.0, wall_seconds=7300).provenance()
     for part in (
