@@ -5,7 +5,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
