@@ -197,7 +197,7 @@ def test_solution_opens_on_click(visit):
     solution = page.locator(".solution.dropdown, .solution.admonition").first
     body = solution.locator("p:not(.admonition-title)").first
     assert not body.is_visible()
-    solution.locator("button, summary, .admonition-title").first.click()
+    solution.locator("button.toggle-button").first.click()
     body.wait_for(state="visible", timeout=5_000)
 
 

@@ -141,6 +141,15 @@ def write_dark_figures(app: Sphinx, exception: Exception | None) -> None:
             dark.write_text(darken(light.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+def without_thebe(app: Sphinx, pagename, templatename, context, doctree) -> None:
+    """Leave out the scripts of Thebe, which the theme brings, twice, and the book does not use."""
+    context["script_files"] = [
+        script
+        for script in context.get("script_files", [])
+        if "thebe" not in f"{script}{getattr(script, 'attributes', '')}".lower()
+    ]
+
+
 def local_lab_button(app: Sphinx, pagename, templatename, context, doctree) -> None:
     """Add JupyterLab on the reader's own machine to the launch menu."""
     for group in context.get("header_buttons", []):
@@ -151,7 +160,7 @@ def local_lab_button(app: Sphinx, pagename, templatename, context, doctree) -> N
                     "text": "JupyterLab",
                     "tooltip": "Run in JupyterLab on your machine",
                     "icon": "fas fa-laptop-code",
-                    "url": context["pathto"]("book/index") + "#run-it",
+                    "url": context["pathto"]("book/index").rstrip("#") + "#run-it",
                 }
             )
 
@@ -163,6 +172,7 @@ def setup(app: Sphinx) -> dict:
     # After the theme has built its buttons (501) and before the page is written.
     app.connect("html-page-context", local_lab_button, priority=900)
     app.connect("html-page-context", pair_figures, priority=901)
+    app.connect("html-page-context", without_thebe, priority=902)
     app.connect("build-finished", write_dark_figures)
     app.add_directive("claim", ClaimDirective)
     app.add_directive("claims", ClaimsDirective)
