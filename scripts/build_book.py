@@ -26,13 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "_build"
 CACHE = BUILD / ".jupyter_cache"
 READER = {"name": "myst_nb_md", "type": "plugin"}
-INPUTS = ("flatbook/**/*", "requirements.*", "pyproject.toml", "book/_results/*", "book/_ext/*")
+# What the chapters compute with besides their own text, and what the pages look like.
+COMPUTED_FROM = ("flatbook/**/*", "requirements.*", "pyproject.toml", "book/_results/*")
+RENDERED_FROM = ("book/_static/*", "book/_ext/*", "book/claims.yml", "_config.yml", "_toc.yml")
 
 
-def digest() -> str:
-    """Hash what the chapters compute with, besides their own text."""
+def digest(patterns: tuple[str, ...]) -> str:
+    """Hash the content of files and the scale."""
     found = hashlib.sha256(os.environ.get("FLATBOOK_SCALE", "quick").encode())
-    for pattern in INPUTS:
+    for pattern in patterns:
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file() and path.suffix != ".pyc":
                 found.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
@@ -41,13 +43,18 @@ def digest() -> str:
 
 
 def drop_stale() -> None:
-    """Forget executed chapters and parsed pages if what they depend on has changed."""
-    stamp, now = BUILD / ".digest", digest()
-    if not stamp.exists() or stamp.read_text() != now:
-        for folder in (CACHE, BUILD / "html", BUILD / ".doctrees", BUILD / "jupyter_execute"):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Forget executed chapters, or only rendered pages, if what they depend on has changed."""
     BUILD.mkdir(exist_ok=True)
-    stamp.write_text(now)
+    rendered = (BUILD / "html", BUILD / ".doctrees", BUILD / "jupyter_execute")
+    for name, patterns, folders in (
+        ("computed", COMPUTED_FROM, (CACHE, *rendered)),
+        ("rendered", RENDERED_FROM, rendered),
+    ):
+        stamp, now = BUILD / f".{name}", digest(patterns)
+        if not stamp.exists() or stamp.read_text() != now:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            stamp.write_text(now)
 
 
 def pages() -> list[Path]:
