@@ -311,7 +311,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    environment = os.environ | {"TINY_SLEEP": "0.5"}
+    environment = os.environ | {"TINY_SLEEP": "2"}
     process = subprocess.Popen(
         [sys.executable, script], env=environment, stderr=subprocess.PIPE, start_new_session=True
     )
