@@ -159,6 +159,12 @@ def test_shown_cells_are_short(path):
 
 
 @each_chapter
+def test_tables_write_norms_so_that_markdown_keeps_them(path):
+    rows = [r for r in path.read_text(encoding="utf-8").splitlines() if r.startswith("|")]
+    assert not [row for row in rows if r"\|" in row], r"a table reads \| as |: write \lVert"
+
+
+@each_chapter
 def test_prose_quotes_every_glued_number(path):
     text = path.read_text(encoding="utf-8")
     made = set(re.findall(r'^glue\(\s*"([^"]+)"', text, re.M))
