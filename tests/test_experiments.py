@@ -313,7 +313,12 @@ if __name__ == "__main__":
     script.write_text(code)
     environment = os.environ | {"TINY_SLEEP": "2"}
     process = subprocess.Popen(
-        [sys.executable, script], env=environment, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, script],
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A job started in the background of a shell ignores interrupts, and so would this one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(600):
         if any(folder_of(tmp_path, "laptop").glob("seed-*.json")):
