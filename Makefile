@@ -49,7 +49,7 @@ site: strict-book
 	$(PYTEST) -m site tests/test_site.py
 
 lab: $(VENV)/.installed
-	$(BIN)/jupyter lab book
+	$(BIN)/jupyter lab book $(ARGS)
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python scripts/format_chapters.py

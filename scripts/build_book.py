@@ -116,7 +116,11 @@ def execute_all(workers: int, timeout: int) -> None:
             if error:
                 failed.append(f"\n{name}\n{error}")
     if failed:
-        sys.exit("".join(failed))
+        sys.exit(
+            "".join(failed)
+            + "\nA chapter stopped, so the site was not rebuilt. If an assert failed, a claim of the"
+            "\ntext no longer holds: mend the change, or the claim and the sentence it backs."
+        )
 
 
 def render(strict: bool) -> None:
