@@ -25,6 +25,9 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "_build"
 CACHE = BUILD / ".jupyter_cache"
+STOPPED = """
+A chapter stopped, so the site was not rebuilt. If an assert failed, a claim of the text no longer
+holds: mend the change, or the claim and the sentence it backs."""
 READER = {"name": "myst_nb_md", "type": "plugin"}
 # What the chapters compute with besides their own text, and what the pages look like.
 COMPUTED_FROM = ("flatbook/**/*", "requirements.*", "pyproject.toml", "book/_results/*")
@@ -116,11 +119,8 @@ def execute_all(workers: int, timeout: int) -> None:
             if error:
                 failed.append(f"\n{name}\n{error}")
     if failed:
-        sys.exit(
-            "".join(failed)
-            + "\nA chapter stopped, so the site was not rebuilt. If an assert failed, a claim of the"
-            "\ntext no longer holds: mend the change, or the claim and the sentence it backs."
-        )
+        print(*failed, sep="", file=sys.stderr)
+        sys.exit(STOPPED)
 
 
 def render(strict: bool) -> None:
