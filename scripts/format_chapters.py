@@ -1,6 +1,5 @@
 """Format the code cells of the chapters with ruff, or check that they are formatted."""
 
-import argparse
 import re
 import subprocess
 import sys
@@ -25,22 +24,12 @@ def formatted(text: str) -> str:
     return CELL.sub(cell, text)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only report")
-    check = parser.parse_args().check
-    changed = [
-        p
-        for p in sync_notebooks.chapters()
-        if formatted(p.read_text("utf-8")) != p.read_text("utf-8")
-    ]
-    for path in changed:
-        print(("would format " if check else "formatted ") + str(path))
-        if not check:
-            path.write_text(formatted(path.read_text("utf-8")), encoding="utf-8")
-    if check and changed:
-        sys.exit("run: make notebooks")
+def unformatted() -> dict[Path, str]:
+    """Return the chapters that ruff would write differently, with what it would write."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sync_notebooks.chapters()}
+    done = {path: formatted(text) for path, text in texts.items()}
+    return {path: text for path, text in done.items() if text != texts[path]}
 
 
 if __name__ == "__main__":
-    main()
+    sync_notebooks.settle(unformatted(), verb="formatted")

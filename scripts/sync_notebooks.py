@@ -61,13 +61,13 @@ def stale() -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def settle(changed: dict[Path, str], *, verb: str) -> None:
+    """Write files that should have another content or, asked by ``--check``, refuse them."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true", help="only report what is out of step")
     check = parser.parse_args().check
-    changed = stale()
     for path, text in changed.items():
-        print(("out of step: " if check else "wrote ") + str(path.relative_to(ROOT)))
+        print(f"not {verb}: {path}" if check else f"{verb} {path}")
         if not check:
             path.write_text(text, encoding="utf-8")
     if check and changed:
@@ -75,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    settle(stale(), verb="wrote")

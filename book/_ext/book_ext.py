@@ -61,9 +61,9 @@ class ClaimDirective(SphinxDirective):
         claim = next((c for c in read_claims() if c["id"] == wanted), None)
         if claim is None:
             raise self.error(f"claim {wanted!r} is not in claims.yml")
-        return self.parse_text_to_nodes(card(claim, link=f"#claim-{wanted.lower()}"))
+        return self.parsed(card(claim, link=f"#claim-{wanted.lower()}"))
 
-    def parse_text_to_nodes(self, text: str) -> list[nodes.Node]:
+    def parsed(self, text: str) -> list[nodes.Node]:
         holder = nodes.Element()
         self.state.nested_parse(text.splitlines(), self.content_offset, holder)
         return holder.children
@@ -84,12 +84,11 @@ class ClaimsDirective(ClaimDirective):
             page = self.env.relfn2path(f"/book/{chapter}.md")[0].removesuffix(".md")
             here = Path(self.env.docname).parent
             target = Path(page).relative_to(here).as_posix()
-            text = f"::::{{rubric}} {{doc}}`/{page}`\n:heading-level: 2\n::::\n"
             text = f"**{{doc}}`/{page}`**\n\n"
             text += "\n\n".join(
                 card(c, link=f"{target}.html#claim-{c['id'].lower()}") for c in claims
             )
-            out += self.parse_text_to_nodes(text)
+            out += self.parsed(text)
         return out
 
 

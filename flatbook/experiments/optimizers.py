@@ -102,7 +102,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     def best(method: str, candidates: list[TrainConfig]) -> tuple[TrainConfig, list[float]]:
         seeds = range(1000, 1000 + config.tuning_seeds)
         tasks = {
-            f"tune-{method}-{i}-{seed}": (config, method, replace(candidate, seed=seed))
+            f"tune-{method}-{i}-{seed}": (config, replace(candidate, seed=seed))
             for i, candidate in enumerate(candidates)
             for seed in seeds
         }
@@ -128,7 +128,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
         chosen[method], tuning[method] = best(method, [replace(wrapped, rho=r) for r in radii])
 
     tasks = {
-        f"run-{method}-{seed}": (config, method, replace(chosen[method], seed=seed))
+        f"run-{method}-{seed}": (config, replace(chosen[method], seed=seed))
         for seed in range(config.seeds)
         for method in METHODS
     }
@@ -168,7 +168,7 @@ def _train(config: Config, settings: TrainConfig, x: Tensor, y: Tensor, classes:
 
 def judge(task) -> float:
     """Return a configuration's accuracy on a fifth of the training images, held out."""
-    config, _, settings = task
+    config, settings = task
     data = _data(config)
     held = torch.arange(len(data.train.x)) % 5 == 0
     model = _train(config, settings, data.train.x[~held], data.train.y[~held], data.num_classes)
@@ -177,7 +177,7 @@ def judge(task) -> float:
 
 def measure(task) -> dict:
     """Train once and return accuracy, loss, flatness, cost and a slice of the landscape."""
-    config, _, settings = task
+    config, settings = task
     data = _data(config)
     start = time.process_time()
     model = _train(config, settings, data.train.x, data.train.y, data.num_classes)
