@@ -18,6 +18,7 @@ _NAMES = {
     ),
     "optim": ("SAM", "ASAM", "GSAM", "LookSAM", "MicroBatchSAM", "SharpnessMax"),
     "training": ("TrainConfig", "fit"),
+    "adversarial": ("pgd", "scaled", "masking_report", "zero_gradient_share", "walk", "detect"),
     "results": ("load_result",),
 }
 _MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")

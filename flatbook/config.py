@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatbook import checks
 
@@ -15,6 +15,7 @@ OptimizerName = Literal["sgd", "adam", "adamw", "sam", "asam", "gsam", "looksam"
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Augment = Callable[[Tensor, torch.Generator], Tensor]
+Adversary = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,20 @@ class TrainConfig:
 
     def described(self) -> dict[str, int | float | str | bool | None]:
         """Return the fields as plain values; a function goes by its module and name."""
-        described = asdict(replace(self, augment=None))
-        name = getattr(self.augment, "__qualname__", type(self.augment).__qualname__)
-        described["augment"] = (
-            f"{getattr(self.augment, '__module__', '')}.{name}"
-            if callable(self.augment)
-            else self.augment
-        )
-        return described
+        plain = asdict(replace(self, augment=None))
+        plain["augment"] = described(self.augment) if callable(self.augment) else self.augment
+        return plain
+
+
+def described(function: Callable) -> str:
+    """Return the module and name of a function, by which checkpoints know it.
+
+    Example:
+        >>> described(math.hypot)
+        'math.hypot'
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

@@ -18,7 +18,7 @@ from flatbook import progress as bars
 from flatbook.archives import checksum
 from flatbook.augmentation import crop_flip
 from flatbook.checkpoints import CheckpointError
-from flatbook.config import TrainConfig, learning_rate
+from flatbook.config import Adversary, TrainConfig, described, learning_rate
 from flatbook.curvature import logits_of_one
 from flatbook.models import evaluating
 from flatbook.optim import ASAM, GSAM, SAM, LookSAM, MicroBatchSAM
@@ -167,6 +167,7 @@ def fit(
     checkpoint_every: int = 1,
     progress: bool | None = None,
     device: torch.device | str | None = None,
+    adversary: Adversary | None = None,
 ) -> History:
     """Train a classifier with cross-entropy, in place.
 
@@ -190,6 +191,9 @@ def fit(
         checkpoint_every: Epochs between writes; the end is always written.
         progress: Whether to show a bar; None decides by where it would appear.
         device: Where to train; None is `flatbook.runtime.device`.
+        adversary: Replaces each batch before the step: a function of the model, in evaluation
+            mode, the inputs and the labels that returns inputs. With one that calls
+            `flatbook.adversarial.pgd`, this is adversarial training.
 
     Returns:
         The history, epochs before a resume included.
@@ -227,6 +231,7 @@ def fit(
     history = History()
     if checkpoint is not None:
         identity = config.described() | {
+            "adversary": None if adversary is None else described(adversary),
             "data": checksum(*(_wide(t) for t in (x, *tests[:1])), y, *tests[1:]),
             "model": checkpoints.layout(model),
         }
@@ -244,7 +249,9 @@ def fit(
     ) as bar:
         while history.epochs_run < config.epochs and not history.stopped_early:
             start = time.perf_counter()
-            entry = _epoch(model, optimizer, x, y, config, history.epochs_run, scaler, bar)
+            entry = _epoch(
+                model, optimizer, x, y, config, history.epochs_run, scaler, bar, adversary
+            )
             _show(bar, entry["loss"], entry["accuracy"])
             if tests:
                 entry["eval_loss"], entry["eval_accuracy"] = _evaluate(model, *tests)
@@ -261,7 +268,7 @@ def fit(
 
 
 @torch.enable_grad()
-def _epoch(model, optimizer, x, y, config, epoch, scaler, bar) -> dict[str, float]:
+def _epoch(model, optimizer, x, y, config, epoch, scaler, bar, adversary) -> dict[str, float]:
     """Train for one epoch; return its mean loss, accuracy and first learning rate."""
     order_seed, augment_seed, dropout_seed = _seeds(config.seed, epoch)
     order = torch.randperm(len(x), generator=runtime.generator(order_seed)).to(x.device)
@@ -280,6 +287,9 @@ def _epoch(model, optimizer, x, y, config, epoch, scaler, bar) -> dict[str, floa
                 inputs = augment(inputs, random)
             if config.channels_last and inputs.ndim == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
+            if adversary is not None:
+                with evaluating(model):
+                    inputs = adversary(model, inputs, labels).detach()
             losses.append(_step(model, optimizer, inputs, labels, config, scaler, hits))
             sizes.append(len(rows))
             if bar.update(1):  # it was redrawn: show how the last batch went, too

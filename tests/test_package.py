@@ -22,7 +22,7 @@ ORDER = [
     "curvature", "landscape", "sharpness",
     "wrapper", "optim",
     "config", "checkpoints", "augmentation", "training",
-    "ensembles", "adversarial", "certificates", "membership", "memorization",
+    "ensembles", "attacks", "adversarial", "certificates", "membership", "memorization",
     "unlearning", "theory", "reconstruction", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 EXPERIMENTS: dict[str, str] = {
     "optimizers": "Six optimizers on the same images: accuracy, flatness and cost, seed by seed.",
+    "robustness": "Sharpness along attacks, scaled heads, masked gradients and certificates.",
+    "adversarial-training": "How far adversarial training widens the basin of clean images.",
 }
 """The one-line description of each experiment, by name."""
 

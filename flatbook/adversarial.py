@@ -1,0 +1,385 @@
+"""Attacks, what happens along them, and how to tell masked gradients from robustness."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flatbook import checks
+from flatbook.attacks import (
+    Attack,
+    AttackLoss,
+    Norm,
+    auto_attack,
+    checked,
+    dlr_loss,
+    input_gradient,
+    margin,
+    pgd,
+    random_search,
+    refuse_probabilities,
+    zero_gradient_share,
+)
+from flatbook.models import Classifier
+from flatbook.sharpness import SharpnessKind, doubt, relative_sharpness
+
+__all__ = [
+    "Attack",
+    "AttackLoss",
+    "Detection",
+    "MaskingReport",
+    "Norm",
+    "Walk",
+    "auto_attack",
+    "detect",
+    "dlr_loss",
+    "first_step",
+    "input_gradient",
+    "margin",
+    "masking_report",
+    "pgd",
+    "random_search",
+    "scaled",
+    "walk",
+    "zero_gradient_share",
+]
+
+
+def scaled(model: Classifier, s: float) -> Classifier:
+    r"""Return a copy of a classifier whose head, weight and bias, is multiplied by s.
+
+    The logits become :math:`s\,z`, so every input keeps its class, its margin in the input space
+    and its adversarial examples; only the confidence changes. (Scaling the weight alone would
+    give another classifier.)
+
+    Args:
+        model: Has ``features`` and a linear ``head``; it is left as it is.
+        s: Above 0.
+
+    Raises:
+        ValueError: If ``model`` has no linear head or ``s`` is out of range.
+
+    Example:
+        >>> from flatbook.models import build
+        >>> model, x = build("mlp", num_classes=3, input_shape=(4,), seed=0), torch.rand(5, 4)
+        >>> torch.allclose(scaled(model, 10)(x), 10 * model(x), atol=1e-5)
+        True
+    """
+    checks.module("model", model)
+    checks.positive("s", s)
+    if not isinstance(getattr(model, "head", None), nn.Linear):
+        raise ValueError(f"model must have a linear head to scale; got {type(model).__name__}.")
+    twin = copy.deepcopy(model)
+    head = nn.Linear(1, 1, bias=model.head.bias is not None)
+    head.in_features, head.out_features = model.head.in_features, model.head.out_features
+    for name, value in (("weight", model.head.weight), ("bias", model.head.bias)):
+        if value is not None:
+            setattr(head, name, nn.Parameter(s * value.detach(), value.requires_grad))
+    twin.head = head.train(model.head.training)
+    return twin
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A classifier's view along a path of inputs, each array of shape ``(steps, samples)``.
+
+    Attributes:
+        loss: The cross-entropy in nats.
+        sharpness: The relative sharpness of the last layer in nats.
+        doubt: One minus the confidence, see :func:`flatbook.sharpness.doubt`.
+        predicted: The predicted class.
+        right: Whether that is the label.
+    """
+
+    loss: Tensor
+    sharpness: Tensor
+    doubt: Tensor
+    predicted: Tensor
+    right: Tensor
+
+    @property
+    def flipped(self) -> Tensor:
+        """The first step at which the prediction is wrong; -1 if none. Shape ``(samples,)``."""
+        return first_step(~self.right)
+
+    @property
+    def peak(self) -> Tensor:
+        """The step at which the sharpness is greatest. Shape ``(samples,)``."""
+        return self.sharpness.argmax(dim=0)
+
+
+@torch.no_grad()
+def walk(
+    model: Classifier,
+    path: Tensor,
+    y: Tensor,
+    *,
+    kind: SharpnessKind = "neuronwise",
+    batch_size: int = 512,
+) -> Walk:
+    """Look at a classifier along the path of an attack.
+
+    Args:
+        model: Has ``features`` and a linear ``head``; in evaluation mode.
+        path: Inputs, such as :func:`pgd` records. Shape ``(steps, samples, ...)``.
+        y: The labels. Shape ``(samples,)``.
+        kind: Of relative sharpness, see :func:`flatbook.sharpness.relative_sharpness`.
+        batch_size: Inputs per pass.
+
+    Returns:
+        Loss, sharpness, doubt and predictions. Each of shape ``(steps, samples)``.
+
+    Raises:
+        ValueError: If the model is in training mode or has no linear head, or the shapes disagree.
+
+    Example:
+        >>> from flatbook.models import build
+        >>> model = build("mlp", num_classes=3, input_shape=(4,), seed=0).eval()
+        >>> walk(model, torch.rand(6, 5, 4), torch.zeros(5).long()).loss.shape
+        torch.Size([6, 5])
+    """
+    checks.module("model", model)
+    checks.count("batch_size", batch_size)
+    if not isinstance(getattr(model, "head", None), nn.Linear) or not callable(
+        getattr(model, "features", None)
+    ):
+        raise ValueError(f"model must have features and a linear head; got {type(model).__name__}.")
+    if model.training:
+        raise ValueError("model must be in evaluation mode, call model.eval(); got training mode.")
+    axes = max(getattr(path, "ndim", 3), 3)
+    path = checks.tensor("path", path, ("steps", "samples", *[None] * (axes - 2)))
+    steps, samples = path.shape[:2]
+    labels = checks.labels("y", y, model.head.out_features, samples=samples).to(path.device)
+    columns = {name: [] for name in ("loss", "sharpness", "doubt", "predicted")}
+    for x, own in zip(
+        path.flatten(0, 1).split(batch_size), labels.repeat(steps).split(batch_size), strict=True
+    ):
+        features = model.features(x)
+        logits = model.head(features)
+        losses = nn.functional.cross_entropy(logits, own, reduction="none")
+        columns["loss"].append(losses)
+        columns["sharpness"].append(
+            relative_sharpness(model.head.weight, features, logits, kind=kind)
+        )
+        columns["doubt"].append(doubt(logits))
+        columns["predicted"].append(logits.argmax(dim=1))
+    table = {name: torch.cat(parts).view(steps, samples) for name, parts in columns.items()}
+    return Walk(**table, right=table["predicted"] == labels)
+
+
+def first_step(happened: Tensor) -> Tensor:
+    """Return the first step at which something happened, -1 if it never does.
+
+    Args:
+        happened: True or False. Shape ``(steps, samples)``.
+
+    Returns:
+        Shape ``(samples,)``.
+
+    Example:
+        >>> first_step(torch.tensor([[False, False], [True, False], [True, False]]))
+        tensor([ 1, -1])
+    """
+    happened = checks.tensor("happened", happened, ("steps", "samples"), floating=False).bool()
+    return torch.where(happened.any(dim=0), happened.long().argmax(dim=0), -1)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well a threshold on one number tells clean inputs from attacked ones.
+
+    Attributes:
+        accuracies: The accuracy of a decision stump on each held-out fold.
+        auc: Area under the ROC curve of "lower is attacked" or "higher is attacked", whichever
+            the sign says: above .5 where attacked inputs tend to have greater values.
+    """
+
+    accuracies: tuple[float, ...]
+    auc: float
+
+
+def detect(clean, attacked, *, folds: int = 5, seed: int = 0) -> Detection:
+    """Cross-validate a decision stump that tells attacked inputs by one number, such as sharpness.
+
+    A clean input and its attacked twin stay in the same fold.
+
+    Args:
+        clean: The number at each clean input, tensor or array. Shape ``(samples,)``.
+        attacked: The number at each attacked twin. Shape ``(samples,)``.
+        folds: How many.
+        seed: Of the assignment to folds.
+
+    Raises:
+        ValueError: If the shapes disagree, a number is not finite, or there are fewer samples than
+            folds.
+
+    Example:
+        >>> detect(torch.zeros(10), torch.ones(10)).accuracies
+        (1.0, 1.0, 1.0, 1.0, 1.0)
+        >>> detect(torch.arange(4.0), torch.arange(4.0), folds=2).auc
+        0.5
+    """
+    from sklearn.metrics import roc_auc_score
+    from sklearn.model_selection import GroupKFold, cross_val_score
+    from sklearn.tree import DecisionTreeClassifier
+
+    clean = checks.tensor("clean", clean, ("samples",)).double().cpu()
+    attacked = checks.tensor("attacked", attacked, (len(clean),)).double().cpu()
+    checks.count("folds", folds, at_least=2, at_most=len(clean))
+    values = torch.cat([clean, attacked]).numpy()
+    # Trees compare in float32, in which the sharpness of confident inputs would be 0: take ranks.
+    ranks = np.unique(values, return_inverse=True)[1]
+    truth = np.repeat([0, 1], len(clean))
+    groups = np.tile(np.arange(len(clean)), 2)
+    accuracies = cross_val_score(
+        DecisionTreeClassifier(max_depth=1),
+        ranks[:, None],
+        truth,
+        groups=groups,
+        cv=GroupKFold(folds, shuffle=True, random_state=seed),
+    )
+    return Detection(tuple(map(float, accuracies)), float(roc_auc_score(truth, ranks)))
+
+
+@dataclass(frozen=True)
+class MaskingReport:
+    """Accuracies of one classifier under attacks that gradients can and cannot mislead.
+
+    Attributes:
+        clean: The accuracy without attack.
+        zero_gradient_share: Share of inputs at which the gradient of the cross-entropy is exactly
+            zero in the model's own precision.
+        robust: The accuracy under each attack, by name: ``ce``, ``ce float64``, ``dlr``,
+            ``dlr float64``, ``transfer`` and ``random search``.
+        temperature: What the surrogate of ``transfer`` divides the logits by.
+    """
+
+    clean: float
+    zero_gradient_share: float
+    robust: Mapping[str, float]
+    temperature: float
+
+    @property
+    def strongest(self) -> str:
+        """The name of the attack that leaves the least accuracy."""
+        return min(self.robust, key=lambda name: self.robust[name])
+
+    @property
+    def masked(self) -> float:
+        """What the plain attack overstates: its accuracy less that of the strongest."""
+        return self.robust["ce"] - min(self.robust.values())
+
+    def table(self) -> str:
+        """Return the report as a Markdown table."""
+        rows = [("no attack", self.clean), *self.robust.items()]
+        lines = ["| attack | accuracy, % |", "|---|---|"]
+        lines += [f"| {name} | {100 * value:.1f} |" for name, value in rows]
+        return "\n".join(lines)
+
+
+def masking_report(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Norm,
+    epsilon: float,
+    steps: int,
+    step_size: float | None = None,
+    queries: int = 200,
+    seed: int = 0,
+    box: tuple[float, float] = (0.0, 1.0),
+    batch_size: int = 128,
+) -> MaskingReport:
+    r"""Attack a classifier with and without what masks gradients, and compare.
+
+    The plain attack, :func:`pgd` on the cross-entropy, stands beside the same attack in float64,
+    with :func:`dlr_loss`, on a surrogate that divides the logits by the median gap between the
+    first two (**transfer**: the same classifier, so what fools it fools the model), and beside
+    :func:`random_search`. If any of them leaves much less accuracy, gradients are masked.
+
+    Args:
+        model: As for :func:`pgd`. With 2 classes DLR is left out.
+        x: As for :func:`pgd`.
+        y: Their labels. Shape ``(samples,)``.
+        norm: ``"linf"`` or ``"l2"``.
+        epsilon: Radius of the ball.
+        steps: Number of steps of each attack.
+        step_size: Of each attack; the default is 2.5 · epsilon / steps.
+        queries: Proposals of the random search.
+        seed: Of the random search.
+        box: The least and greatest value of an input.
+        batch_size: Samples attacked at a time.
+
+    Returns:
+        The report; its ``masked`` is how much the plain attack overstates the accuracy.
+
+    Raises:
+        ValueError: As for :func:`pgd`.
+
+    Example:
+        >>> from flatbook.models import build
+        >>> model = build("mlp", num_classes=3, input_shape=(4,), seed=0).eval()
+        >>> x = torch.rand(20, 4)
+        >>> y = model(x).argmax(dim=1)
+        >>> report = masking_report(
+        ...     scaled(model, 1e4), x, y, norm="linf", epsilon=0.2, steps=10
+        ... )
+        >>> report.clean, report.masked > 0.1
+        (1.0, True)
+    """
+    x, y, *_ = checked(model, x, y, norm=norm, epsilon=epsilon, box=box)
+    checks.count("steps", steps)
+    if step_size is None:
+        step_size = 2.5 * epsilon / steps if epsilon else 1.0
+    common = {"norm": norm, "epsilon": epsilon, "box": box}
+    climb = {**common, "step_size": step_size, "steps": steps, "batch_size": batch_size}
+
+    def accuracy(inputs: Tensor) -> float:
+        parts = inputs.to(x.dtype).split(batch_size)
+        with torch.no_grad():
+            logits = torch.cat([model(part) for part in parts])
+        refuse_probabilities(logits)
+        return (logits.argmax(dim=1) == y).double().mean().item()
+
+    with torch.no_grad():
+        logits = torch.cat([model(part) for part in x.split(batch_size)])
+    top = logits.double().topk(2, dim=1).values
+    temperature = (top[:, 0] - top[:, 1]).median().item() or 1.0
+    losses = ("ce", "dlr") if logits.shape[1] > 2 else ("ce",)
+    wide = None if x.dtype == torch.float64 or x.device.type == "mps" else _doubled(model)
+    robust = {}
+    for loss in losses:
+        robust[loss] = accuracy(pgd(model, x, y, loss=loss, **climb).x_adv)
+        if wide is not None:
+            attacked = pgd(wide, x.double(), y, loss=loss, **climb).x_adv
+            robust[f"{loss} float64"] = accuracy(attacked)
+    surrogate = _Tempered(model, temperature).eval()
+    robust["transfer"] = accuracy(pgd(surrogate, x, y, **climb).x_adv)
+    robust["random search"] = accuracy(
+        random_search(model, x, y, queries=queries, seed=seed, **common).x_adv
+    )
+    return MaskingReport(
+        clean=accuracy(x),
+        zero_gradient_share=zero_gradient_share(model, x, y, box=box, batch_size=batch_size),
+        robust=robust,
+        temperature=temperature,
+    )
+
+
+class _Tempered(nn.Module):
+    """The same classifier, its logits divided by a temperature."""
+
+    def __init__(self, model: nn.Module, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) / self.temperature
+
+
+def _doubled(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
