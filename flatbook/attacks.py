@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flatbook import checks, runtime
+from flatbook.curvature import refused_by_name
 
 Norm = Literal["linf", "l2"]
-AttackLoss = Literal["ce", "dlr"]
+AttackLoss = Literal["ce", "dlr", "log-odds"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     .. math:: -\frac{z_y - \max_{i \ne y} z_i}{z_{\pi_1} - z_{\pi_3}} .
 
-    It is positive exactly where the prediction is wrong. Where the three largest logits are equal,
-    it is 0.
+    It is positive exactly where the label's logit is not the largest. Where the three largest are
+    equal, 1 takes the place of the denominator.
 
     Args:
         logits: Shape ``(samples, classes)``, at least 3 classes.
@@ -65,6 +66,29 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
     top = logits.topk(3, dim=1).values
     span = top[:, 0] - top[:, 2]
     return -margin(logits, labels) / span.masked_fill(span == 0, 1.0)
+
+
+def log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    r"""Compute the log-odds against the label, :math:`u = \log \sum_{j \ne y} e^{z_j} - z_y`.
+
+    The cross-entropy is :math:`\log(1 + e^u)`, so its gradient is that of u times a positive
+    number: projected gradient steps, which use the direction alone, are the same for both in exact
+    arithmetic. But where the label is all but certain that number rounds to nothing, and u does
+    not care.
+
+    Args:
+        logits: Shape ``(samples, classes)``.
+        labels: Shape ``(samples,)``.
+
+    Returns:
+        In nats. Shape ``(samples,)``.
+
+    Example:
+        >>> log_odds(torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([0]))
+        tensor([-199.3069])
+    """
+    own = labels[:, None]
+    return logits.scatter(1, own, -math.inf).logsumexp(dim=1) - logits.gather(1, own)[:, 0]
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
@@ -124,7 +148,8 @@ def pgd(
         epsilon: Radius of the ball, in units of the inputs; 0 returns the inputs.
         step_size: Length :math:`\alpha` of a step in ``norm``.
         steps: Number of steps.
-        loss: Cross-entropy, or :func:`dlr_loss`.
+        loss: Cross-entropy, :func:`dlr_loss`, or :func:`log_odds`, whose steps are those of
+            the cross-entropy without its rounding.
         random_start: Whether to start at a random point: uniform in the ball of ``linf``; in a
             uniform direction at a uniform distance for ``l2``.
         record: Whether to keep the path; k keeps every k-th step, the first and the last. The
@@ -138,7 +163,8 @@ def pgd(
 
     Raises:
         ValueError: If an option is out of range; if ``x`` leaves the box or does not fit the
-            model; or if the model is in training mode or returns probabilities.
+            model; or if the model is in training mode, returns probabilities, cannot be
+            differentiated, or has a gradient that is not a number.
 
     Reference:
         Madry et al. (2018). Towards deep learning models resistant to adversarial attacks. ICLR.
@@ -154,12 +180,12 @@ def pgd(
         tensor([[0.6500, 0.7500, 0.7500]])
     """
     x, y, low, high = checked(model, x, y, norm=norm, epsilon=epsilon, box=box)
-    checks.positive("step_size", step_size)
+    epsilon, step_size = float(epsilon), checks.positive("step_size", step_size)
     checks.count("steps", steps, at_least=0)
     checks.count("batch_size", batch_size)
     checks.choice("loss", loss, get_args(AttackLoss))
     kept = _recorded(record, steps)
-    climb = dlr_loss if loss == "dlr" else _cross_entropy
+    climb = _LOSSES[loss]
     start = x
     if random_start and epsilon > 0:
         project = ball(x, norm, epsilon, low, high)
@@ -202,7 +228,7 @@ def random_search(
     r"""Attack without gradients: propose random changes and keep those that lower the margin.
 
     A proposal redraws, in a random patch, the change of every pixel: for ``linf`` to plus or minus
-    ``epsilon`` channel by channel, for ``l2`` to noise of the length that the ball leaves. The
+    ``epsilon`` channel by channel, for ``l2`` to noise, and all is scaled back into the ball. The
     patch shrinks from half of the inputs' size to a single pixel. It is a short form of the Square
     attack, and a floor: what it finds is there, what it misses may be there as well.
 
@@ -233,8 +259,11 @@ def random_search(
         (0.25, 0.75)
     """
     x, y, low, high = checked(model, x, y, norm=norm, epsilon=epsilon, box=box)
+    epsilon = float(epsilon)
     checks.count("queries", queries)
-    random = runtime.generator(checks.count("seed", seed, at_least=0), "cpu")
+    random = runtime.generator(seed)
+    if epsilon == 0:
+        return Attack(x.clone())
     images = x if x.ndim == 4 else x.flatten(1)[:, None, None, :]
     project = ball(images, norm, epsilon, low, high)
     height, width = images.shape[2:]
@@ -245,6 +274,8 @@ def random_search(
 
     with torch.no_grad():
         best, least = images, margins(images)
+        if least.isnan().any():
+            raise ValueError("model must return finite logits; got inf or nan.")
         for query in range(queries):
             share = 0.5 * (1 - query / queries)
             size = [max(1, round(side * math.sqrt(share))) for side in (height, width)]
@@ -281,7 +312,7 @@ def auto_attack(
     Needs the optional package: ``pip install flatbook[attacks]``.
 
     Args:
-        model: As for :func:`pgd`, with at least 4 classes.
+        model: As for :func:`pgd`, with at least 4 classes, in float32.
         x: As for :func:`pgd`; images ``(samples, channels, height, width)``.
         y: Their labels. Shape ``(samples,)``.
         norm: ``"linf"`` or ``"l2"``.
@@ -295,15 +326,25 @@ def auto_attack(
 
     Raises:
         ImportError: If ``pyautoattack`` is not installed.
-        ValueError: As for :func:`pgd`.
+        ValueError: As for :func:`pgd`, or if AutoAttack cannot take the model or the inputs.
 
     Reference:
         Croce & Hein (2020). Reliable evaluation of adversarial robustness with an ensemble of
         diverse parameter-free attacks. ICML.
     """
     x, y, low, high = checked(model, x, y, norm=norm, epsilon=epsilon, box=box)
-    if box != (0.0, 1.0):
+    checks.count("batch_size", batch_size)
+    if (low, high) != (0.0, 1.0):
         raise ValueError(f"box must be (0.0, 1.0) for AutoAttack; got {box!r}.")
+    if x.ndim != 4 or x.dtype != torch.float32:
+        raise ValueError(
+            "x must be images in float32 for AutoAttack, (samples, channels, height, width); "
+            f"got {x.dtype} of shape {tuple(x.shape)}."
+        )
+    with torch.no_grad():
+        classes = model(x[:1]).shape[1]
+    if classes < 4:
+        raise ValueError(f"model must have at least 4 classes for AutoAttack; got {classes}.")
     try:
         from pyautoattack import AutoAttack
     except ImportError as error:
@@ -313,11 +354,14 @@ def auto_attack(
     if epsilon == 0:
         return Attack(x.clone())
     referee = AutoAttack(
-        model, norm={"linf": "Linf", "l2": "L2"}[norm], eps=epsilon, seed=seed, device=x.device
+        model,
+        norm={"linf": "Linf", "l2": "L2"}[norm],
+        eps=float(epsilon),
+        seed=checks.count("seed", seed, at_least=0),
+        device=x.device,
     )
-    few = model(x[:1]).shape[1] - 1
     for part in (referee.apgd_targeted, referee.fab):  # 9 unless there are fewer other classes
-        part.n_target_classes = min(9, few)
+        part.n_target_classes = min(9, classes - 1)
     with frozen(model), runtime.forked_seed(seed):
         found = referee.run_standard_evaluation(x, y, batch_size=batch_size)
     found = found[0] if isinstance(found, tuple) else found
@@ -364,7 +408,7 @@ def zero_gradient_share(
     checks.choice("loss", loss, get_args(AttackLoss))
     checks.count("batch_size", batch_size)
     x, y, *_ = checked(model, x, y, norm="linf", epsilon=0.0, box=box)
-    climb = dlr_loss if loss == "dlr" else _cross_entropy
+    climb = _LOSSES[loss]
     with frozen(model):
         still = [
             (input_gradient(model, *part, climb) == 0).flatten(1).all(dim=1)
@@ -376,10 +420,33 @@ def zero_gradient_share(
 def input_gradient(
     model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return the gradient of each sample's loss in its input, in the shape of ``x``."""
+    """Return the gradient of each sample's loss in its input, in the shape of ``x``.
+
+    Raises:
+        ValueError: If there is none, or an entry is nan: taken for 0, it would pass for robustness.
+    """
+    if torch.is_inference_mode_enabled() or x.is_inference():
+        raise ValueError(
+            "x must have a gradient: call this outside torch.inference_mode, on inputs that were "
+            "made outside; torch.no_grad does no harm."
+        )
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss(model(x), y).sum(), x)
+        total = loss(model(x), y).sum()
+        slope = None
+        if total.requires_grad:
+            (slope,) = torch.autograd.grad(total, x, allow_unused=True)
+    if slope is None:
+        raise ValueError(
+            "model must be differentiable: its logits do not depend on x in a way that autograd "
+            "can follow. random_search needs no gradient."
+        )
+    if slope.isnan().any():
+        broken = int(slope.isnan().flatten(1).any(dim=1).sum())
+        raise ValueError(
+            f"model must have a gradient that is a number; got nan at {broken} of {len(x)} inputs, "
+            "as from infinite logits or the root of 0. random_search needs no gradient."
+        )
     return slope
 
 
@@ -406,8 +473,15 @@ def ball(
     def length(delta: Tensor) -> Tensor:
         return runtime.widened(delta).flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1))
 
-    # However the norm is summed, in the precision of x, it comes out within the radius.
+    # Sums of squares in the precision of x err either way: the true length keeps a distance from
+    # the radius, and what torch makes of it counts as well, for its sum of many equal squares is
+    # off by more.
     allowed = epsilon * (1 - 16 * eps)
+    bar = radius * (1 - 4 * eps)
+
+    def outside(delta: Tensor) -> Tensor:
+        rounded = torch.linalg.vector_norm(delta.flatten(1), dim=1)
+        return (length(delta) > allowed) | (rounded > bar).view(-1, *[1] * (x.ndim - 1))
 
     def project(point: Tensor) -> Tensor:
         delta = point - x
@@ -415,7 +489,7 @@ def ball(
         slack = float(eps)
         while True:
             inside = (x + delta * share.to(x.dtype)).clamp(low, high)
-            over = length(inside - x) > allowed
+            over = outside(inside - x)
             if not over.any():
                 return inside
             share = torch.where(over, share * (1 - slack), share)
@@ -445,17 +519,12 @@ def checked(
     checks.choice("norm", norm, get_args(Norm))
     checks.non_negative("epsilon", epsilon)
     low, high = _box(box)
-    training = [type(m).__name__ for m in model.modules() if m.training]
-    if model.training or any(name.startswith(("BatchNorm", "Dropout")) for name in training):
-        raise ValueError(
-            f"model must be in evaluation mode, call model.eval(); its {training[0]} is in "
-            "training mode."
-        )
+    refuse_training(model)
     x = checks.tensor("x", x, ("samples", *[None] * (max(getattr(x, "ndim", 2), 2) - 1))).detach()
     if x.min() < low or x.max() > high:
         raise ValueError(
-            f"x must lie in the box, {low:g} to {high:g}; got {x.min():g} to {x.max():g}. Put "
-            "normalisation inside the model, or name another box."
+            f"x must lie in the box, {low:g} to {high:g}; got {x.min().item()} to "
+            f"{x.max().item()}. Put normalisation inside the model, or name another box."
         )
     like = next((p for p in model.parameters() if p.is_floating_point()), x)
     if (like.dtype, like.device) != (x.dtype, x.device):
@@ -463,10 +532,24 @@ def checked(
             f"x must be of the model's type and on its device, {like.dtype} on {like.device}; "
             f"got {x.dtype} on {x.device}."
         )
-    with torch.no_grad():
-        logits = model(x[:128])
+    logits = refused_by_name(model, x[:128], size=len(x))
     refuse_probabilities(logits)
+    if len(logits) != len(x[:128]):
+        raise ValueError(
+            "model must return logits of shape (samples, classes); "
+            f"got {len(logits)} rows for {len(x[:128])} inputs."
+        )
     return x, checks.labels("y", y, logits.shape[1], samples=len(x)).to(x.device), low, high
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Raise a ValueError unless the model and all its parts are in evaluation mode."""
+    training = [type(part).__name__ for part in model.modules() if part.training]
+    if training:
+        raise ValueError(
+            f"model must be in evaluation mode, call model.eval(); its {training[0]} is in "
+            "training mode."
+        )
 
 
 def refuse_probabilities(logits: Tensor) -> None:
@@ -478,8 +561,9 @@ def refuse_probabilities(logits: Tensor) -> None:
         )
     if not logits.isfinite().all():
         raise ValueError("model must return finite logits; got inf or nan.")
-    sums = logits.double().sum(dim=1)
-    if (logits >= 0).all() and ((sums - 1).abs() < 1e-3).all():
+    sums = runtime.widened(logits).sum(dim=1)
+    rounding = max(1e-3, torch.finfo(logits.dtype).eps)
+    if (logits >= 0).all() and ((sums - 1).abs() < rounding).all():
         raise ValueError(
             "model must return logits; its outputs are probabilities, positive with sum 1. Take "
             "the softmax off, or attack the logarithm of its outputs."
@@ -490,16 +574,20 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels, reduction="none")
 
 
+_LOSSES = {"ce": _cross_entropy, "dlr": dlr_loss, "log-odds": log_odds}
+
+
 def _ascent(slope: Tensor, norm: Norm, step_size: float) -> Tensor:
     if norm == "linf":
         return step_size * slope.sign()
-    axes = tuple(range(1, slope.ndim))
-    # Squares of tiny entries would vanish before their root is taken.
-    slope = slope / slope.abs().amax(dim=axes, keepdim=True).clamp(
-        min=torch.finfo(slope.dtype).smallest_normal
-    )
+    axes, dtype, number = tuple(range(1, slope.ndim)), slope.dtype, torch.finfo(slope.dtype)
+    # Squares of tiny entries would vanish before their root is taken, those of infinite ones would
+    # hide the others, and a sum of many overflows in half precision.
+    slope = slope.clamp(number.min, number.max)
+    slope = slope / slope.abs().amax(dim=axes, keepdim=True).clamp(min=number.smallest_normal)
+    slope = slope.to(torch.promote_types(dtype, torch.float32))
     length = slope.square().sum(dim=axes, keepdim=True).sqrt()
-    return step_size * slope / length.masked_fill(length == 0, 1.0)
+    return (step_size * slope / length.masked_fill(length == 0, 1.0)).to(dtype)
 
 
 def _recorded(record: bool | int, steps: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from flatbook.adversarial import (
     detect,
     pgd,
     random_search,
+    saturated,
     scaled,
     walk,
     zero_gradient_share,
@@ -395,10 +396,13 @@ def unmask(task) -> dict:
             "clean": accuracy(x),
             "ce": accuracy(pgd(twin, x, y, **strong).x_adv),
             "dlr": accuracy(pgd(twin, x, y, loss="dlr", **strong).x_adv),
+            "log_odds": accuracy(pgd(twin, x, y, loss="log-odds", **strong).x_adv),
             "transfer": accuracy(transferred),
             "clean_few": accuracy(x[few]),
             "ce_few": accuracy(pgd(twin, x[few], y[few], **strong).x_adv),
             "ce_float64_few": accuracy(pgd(wide, x[few].double(), y[few], **strong).x_adv.float()),
+            "saturated_share": _mean(saturated(logits(twin, x), y)),
+            "saturated_share_float64_few": _mean(saturated(logits(wide, x[few].double()), y[few])),
             "zero_gradient_share": zero_gradient_share(twin, x, y),
             "zero_gradient_share_float64_few": zero_gradient_share(wide, x[few].double(), y[few]),
             "mean_sharpness": sharpness_of(twin, x).double().mean().item(),
@@ -409,6 +413,12 @@ def unmask(task) -> dict:
                 random_search(twin, x[few], y[few], **search).x_adv
             )
     return found
+
+
+@torch.no_grad()
+def logits(model: Classifier, x: Tensor) -> Tensor:
+    """Return the logits, a batch at a time."""
+    return torch.cat([model(part) for part in x.split(256)])
 
 
 def judge(task) -> dict:
