@@ -19,6 +19,7 @@ _NAMES = {
     "optim": ("SAM", "ASAM", "GSAM", "LookSAM", "MicroBatchSAM", "SharpnessMax"),
     "training": ("TrainConfig", "fit"),
     "adversarial": ("pgd", "scaled", "masking_report", "zero_gradient_share", "walk", "detect"),
+    "certificates": ("lipschitz_bound", "loss_bound", "certified_radius", "margin_radius"),
     "results": ("load_result",),
 }
 _MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")

@@ -22,7 +22,9 @@ ORDER = [
     "curvature", "landscape", "sharpness",
     "wrapper", "optim",
     "config", "checkpoints", "augmentation", "training",
-    "ensembles", "attacks", "adversarial", "certificates", "membership", "memorization",
+    "ensembles", "attacks", "adversarial",
+    "convolution", "lipschitz", "rise", "certificates",
+    "membership", "memorization",
     "unlearning", "theory", "reconstruction", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]
