@@ -22,10 +22,12 @@ from flatbook.attacks import (
     margin,
     pgd,
     random_search,
+    refuse_another_type,
     refuse_probabilities,
     refuse_training,
     zero_gradient_share,
 )
+from flatbook.curvature import refused_by_name
 from flatbook.models import Classifier
 from flatbook.sharpness import SharpnessKind, doubt, relative_sharpness
 
@@ -163,6 +165,9 @@ def walk(
     axes = max(getattr(path, "ndim", 3), 3)
     path = checks.tensor("path", path, ("steps", "samples", *[None] * (axes - 2)))
     steps, samples = path.shape[:2]
+    refuse_another_type(model, path, name="path")
+    one = path[0, :1]
+    refused_by_name(lambda x: model.head(model.features(x)), one, name="path", size=samples)
     labels = checks.labels("y", y, model.head.out_features, samples=samples).to(path.device)
     columns = {name: [] for name in ("loss", "sharpness", "doubt", "predicted")}
     for x, own in zip(

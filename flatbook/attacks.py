@@ -43,8 +43,9 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     .. math:: -\frac{z_y - \max_{i \ne y} z_i}{z_{\pi_1} - z_{\pi_3}} .
 
-    It is positive exactly where the label's logit is not the largest. Where the three largest are
-    equal, 1 takes the place of the denominator.
+    It is positive exactly where the label's logit is not the largest. Where the label's is the
+    third it is 1 and has no gradient; where the three largest are equal, 1 takes the place of the
+    denominator.
 
     Args:
         logits: Shape ``(samples, classes)``, at least 3 classes.
@@ -432,20 +433,21 @@ def input_gradient(
         )
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        total = loss(model(x), y).sum()
+        losses = loss(model(x), y)
         slope = None
-        if total.requires_grad:
-            (slope,) = torch.autograd.grad(total, x, allow_unused=True)
+        if losses.requires_grad:
+            (slope,) = torch.autograd.grad(losses.sum(), x, allow_unused=True)
     if slope is None:
         raise ValueError(
             "model must be differentiable: its logits do not depend on x in a way that autograd "
             "can follow. random_search needs no gradient."
         )
-    if slope.isnan().any():
-        broken = int(slope.isnan().flatten(1).any(dim=1).sum())
+    if slope.isnan().any() or losses.isnan().any():
+        broken = int((slope.isnan().flatten(1).any(dim=1) | losses.isnan()).sum())
         raise ValueError(
-            f"model must have a gradient that is a number; got nan at {broken} of {len(x)} inputs, "
-            "as from infinite logits or the root of 0. random_search needs no gradient."
+            f"model must have a loss and a gradient that are numbers; got nan at {broken} of "
+            f"{len(x)} inputs, as from infinite logits or the root of 0. random_search needs no "
+            "gradient."
         )
     return slope
 
@@ -526,12 +528,7 @@ def checked(
             f"x must lie in the box, {low:g} to {high:g}; got {x.min().item()} to "
             f"{x.max().item()}. Put normalisation inside the model, or name another box."
         )
-    like = next((p for p in model.parameters() if p.is_floating_point()), x)
-    if (like.dtype, like.device) != (x.dtype, x.device):
-        raise ValueError(
-            f"x must be of the model's type and on its device, {like.dtype} on {like.device}; "
-            f"got {x.dtype} on {x.device}."
-        )
+    refuse_another_type(model, x)
     logits = refused_by_name(model, x[:128], size=len(x))
     refuse_probabilities(logits)
     if len(logits) != len(x[:128]):
@@ -540,6 +537,16 @@ def checked(
             f"got {len(logits)} rows for {len(x[:128])} inputs."
         )
     return x, checks.labels("y", y, logits.shape[1], samples=len(x)).to(x.device), low, high
+
+
+def refuse_another_type(model: nn.Module, x: Tensor, *, name: str = "x") -> None:
+    """Raise a ValueError unless inputs are in the precision of the model and on its device."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), x)
+    if (like.dtype, like.device) != (x.dtype, x.device):
+        raise ValueError(
+            f"{name} must be of the model's type and on its device, {like.dtype} on "
+            f"{like.device}; got {x.dtype} on {x.device}."
+        )
 
 
 def refuse_training(model: nn.Module) -> None:
