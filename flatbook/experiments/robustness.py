@@ -343,8 +343,10 @@ def aligned(values: Tensor, flipped: Tensor, *, fewest: int = 20) -> list[list[f
     return found
 
 
-def detected(clean: Tensor, moved: Tensor) -> dict:
-    """Return how well a threshold on the sharpness tells moved inputs from clean ones."""
+def detected(clean: Tensor, moved: Tensor) -> dict | None:
+    """Return how well a threshold on the sharpness tells moved inputs, None of too few to fold."""
+    if len(clean) < 5:
+        return None
     found = detect(clean, moved)
     return {"accuracies": list(found.accuracies), "auc": found.auc}
 
@@ -447,14 +449,17 @@ def certify(task) -> dict:
     l2 = {"epsilon": 0.5, "step_size": 0.01, "steps": 50}
     path = pgd(model, x, y, norm="l2", record=True, **l2).path
     with torch.no_grad():
-        features = model.features(x)
-        logits = model.head(features)
-        loss = torch.nn.functional.cross_entropy(logits.double(), y, reduction="none")
+        # In float64, for the radii of the deepest networks lie below the least float32.
+        features = model.features(x).double()
+        logits = features @ model.head.weight.T.double() + model.head.bias.double()
+        loss = torch.nn.functional.cross_entropy(logits, y, reduction="none")
         right = logits.argmax(dim=1) == y
         moved = (path[-1] - x).flatten(1).norm(dim=1)
-        stretch = (model.features(path[-1]) - features).norm(dim=1) / moved.clamp(min=1e-12)
-    head = {"bias": model.head.bias.detach()}
-    weight = model.head.weight.detach()
+        stretch = (model.features(path[-1]).double() - features).norm(dim=1) / moved.clamp(
+            min=1e-12
+        )
+    head = {"bias": model.head.bias.detach().double()}
+    weight = model.head.weight.detach().double()
     spare = (math.log(2) - loss).clamp(min=0)
     certified = certified_radius(weight, features, y, spare, lipschitz, **head)
     margins = margin_radius(weight, features, y, lipschitz, **head)
@@ -462,13 +467,15 @@ def certify(task) -> dict:
     wrong = right & (seen.flipped >= 0)
     flips = path.gather(0, seen.flipped.clamp(min=0).view(1, -1, 1, 1, 1).expand(1, *x.shape))[0]
     reached = (flips - x).flatten(1).norm(dim=1)
+    sure = wrong & (certified > 0)  # no radius keeps the label of an image of loss above log 2
     return {
         "lipschitz_bound": float(lipschitz),
         "largest_stretch": stretch.max().item(),
         "certified_radius": quantiles(certified[right], QUARTILES),
         "margin_radius": quantiles(margins[right], QUARTILES),
         "attacked_radius": quantiles(reached[wrong], QUARTILES),
-        "attacked_over_certified": quantiles((reached / certified)[wrong], QUARTILES),
+        "attacked_over_certified": quantiles((reached / certified)[sure], QUARTILES),
+        "sure": _mean(certified[right] > 0),
         "never_violated": bool((reached[wrong] > certified[wrong]).all()),
         "kappa": relative_sharpness(weight, features, logits).double().mean().item(),
     }
