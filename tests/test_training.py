@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.testing import assert_close
 
 from flatbook import checkpoints, progress
+from flatbook.adversarial import pgd
 from flatbook.augmentation import crop_flip
 from flatbook.checkpoints import CheckpointError
 from flatbook.config import TrainConfig, learning_rate
@@ -431,6 +432,147 @@ def test_both_passes_of_sam_see_the_same_batch():
     assert torch.equal(inputs[0], inputs[1])
     assert torch.equal(inputs[2], inputs[3])
     assert not torch.equal(inputs[0], inputs[2])
+
+
+# --- adversaries --------------------------------------------------------------------------------
+
+
+def climb(model, x, y):
+    """Attack pixels with a strength that noise of the same size does not have."""
+    return pgd(
+        model,
+        x.clamp(0, 1),
+        y,
+        norm="linf",
+        epsilon=0.2,
+        step_size=0.1,
+        steps=4,
+        random_start=True,
+    ).x_adv
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sam", "msam"])
+def test_the_adversary_replaces_the_batch_as_augmentation_would(optimizer):
+    x, y = images()
+    modes, labels = set(), []
+
+    def shift(model, batch, own):
+        modes.update(part.training for part in model.modules())
+        labels.append((batch, own))
+        model(batch)  # leaves no trace in the statistics of BatchNorm
+        return (batch * 0.5 + 0.1).requires_grad_()
+
+    moved, expected = network(), network()
+    history = fit(moved, x, y, settings_for(optimizer), adversary=shift)
+    config = settings_for(optimizer, augment=lambda batch, _: batch * 0.5 + 0.1)
+    other = fit(expected, x, y, config)
+    assert same(tensors(moved), tensors(expected))
+    assert timeless(history) == timeless(other)
+    assert modes == {False}
+    assert len(labels) == 12
+    for batch, own in labels:
+        rows = [int((x == image).all((1, 2, 3)).nonzero()) for image in batch]
+        assert torch.equal(y[rows], own)
+
+
+def test_the_adversary_sees_augmented_images_and_training_goes_on_in_training_mode():
+    x, y = images()
+    model, modes = network(dropout=0.5), []
+    model[4].register_forward_hook(lambda layer, *_: modes.append(layer.training))
+    seen = []
+
+    def look(model, batch, own):
+        seen.append(batch)
+        model(batch)
+        return batch
+
+    config = settings_for("sgd", epochs=1, augment=lambda batch, _: batch + 5, channels_last=True)
+    modes.clear()
+    fit(model, x, y, config, adversary=look)
+    assert modes[-8:] == [False, True] * 4
+    assert all(batch.mean() > 4 for batch in seen)
+    assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in seen)
+
+
+def test_adversarial_training_hardens():
+    x, y = (part.clone() for part in images(120))
+    x = x.clamp(0, 1)
+    test_x, test_y = images(90, seed=1)
+    test_x = test_x.clamp(0, 1)
+    config = settings_for("sgd", epochs=8)
+    clean, hard = network(), network()
+    fit(clean, x, y, config)
+    history = fit(hard, x, y, config, adversary=climb)
+    options = {"norm": "linf", "epsilon": 0.2, "step_size": 0.05, "steps": 10}
+    robust = [
+        evaluate(model, pgd(model, test_x, test_y, **options).x_adv, test_y)[0]
+        for model in (clean, hard)
+    ]
+    assert robust[1] < 0.7 * robust[0]
+    assert evaluate(hard, test_x, test_y)[1] > 0.9
+    assert history.loss[-1] > evaluate(hard, x, y)[0]  # the loss on attacked batches
+    # Trained without an adversary, nothing is different from before there were any.
+    again = network()
+    fit(again, x, y, config, adversary=None)
+    assert same(tensors(again), tensors(clean))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_adversarial_training_follows_from_the_seed_and_resumes(tmp_path, monkeypatch, precision):
+    x, y = images()
+    config = settings_for("sgd", epochs=4, augment="crop-flip", precision=precision)
+    whole = network(dropout=0.3)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    expected = fit(whole, x, y, config, adversary=climb)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    path = tmp_path / "run.pt"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            fit(network(dropout=0.3), x, y, config, adversary=climb, checkpoint=path)
+    resumed = network(seed=9, dropout=0.3)
+    history = fit(resumed, x, y, config, adversary=climb, checkpoint=path)
+    assert same(tensors(resumed), tensors(whole))
+    assert timeless(history) == timeless(expected)
+    other = network(dropout=0.3)
+    fit(other, x, y, dataclasses.replace(config, seed=1), adversary=climb)
+    assert not same(tensors(other), tensors(whole))
+
+
+def test_a_checkpoint_belongs_to_its_adversary(tmp_path):
+    x, y = images()
+    config = settings_for("sgd", epochs=1)
+    path, plain = tmp_path / "run.pt", tmp_path / "plain.pt"
+    fit(network(), x, y, config, adversary=climb, checkpoint=path)
+    fit(network(), x, y, config, checkpoint=plain)
+    for file, adversary, message in (
+        (path, None, "adversary='test_training.climb', not None|another adversary"),
+        (path, other_adversary, "another adversary|not 'test_training.other_adversary'"),
+        (plain, climb, "adversary=None, not 'test_training.climb'|another adversary"),
+    ):
+        with pytest.raises(CheckpointError, match=f"is of a run with .*({message})"):
+            fit(network(), x, y, config, adversary=adversary, checkpoint=file)
+
+
+def other_adversary(model, x, y):
+    return x
+
+
+def test_an_adversary_that_breaks_down_is_noticed():
+    x, y = images()
+    model = network()
+    with pytest.raises(DivergenceError, match="the mean loss is not finite in epoch 1"):
+        fit(model, x, y, settings_for("sgd"), adversary=lambda model, x, y: x * math.nan)
+
+    def failing(model, x, y):
+        raise RuntimeError("no power")
+
+    model = network()
+    with pytest.raises(RuntimeError, match="no power"):
+        fit(model, x, y, settings_for("sgd"), adversary=failing)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 # --- checkpoints --------------------------------------------------------------------------------
