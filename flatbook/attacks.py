@@ -355,7 +355,7 @@ def auto_attack(
     if epsilon == 0:
         return Attack(x.clone())
     referee = AutoAttack(
-        model,
+        _PlainLayout(model).eval(),
         norm={"linf": "Linf", "l2": "L2"}[norm],
         eps=float(epsilon),
         seed=checks.count("seed", seed, at_least=0),
@@ -364,9 +364,33 @@ def auto_attack(
     for part in (referee.apgd_targeted, referee.fab):  # 9 unless there are fewer other classes
         part.n_target_classes = min(9, classes - 1)
     with frozen(model), runtime.forked_seed(seed):
-        found = referee.run_standard_evaluation(x, y, batch_size=batch_size)
+        found = referee.run_standard_evaluation(x.contiguous(), y, batch_size=batch_size)
     found = found[0] if isinstance(found, tuple) else found
     return Attack(ball(x, norm, epsilon, low, high)(found.to(x)))
+
+
+class _PlainLayout(nn.Module):
+    """The same model, whose input gradient has its channels first in memory, as AutoAttack needs.
+
+    Weights with the channels last would hand it a gradient that it cannot view as rows.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(_ContiguousGradient.apply(x))
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        return slope.contiguous()
 
 
 def zero_gradient_share(
