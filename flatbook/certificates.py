@@ -283,8 +283,8 @@ def _bounds(kind: BoundKind, layer: _Layer) -> tuple[float, list]:
     if kind == "claimed":
         (k, m), norm = layer.weight.shape, layer.length
         trace = hessian_trace(torch.ones_like(norm)[:, None], layer.logits)  # for ‖φ‖ = 1
-        second = layer.weight.square().sum() * trace / 2
-        third = k * m / 24 * (layer.lipschitz / norm) ** 3
+        second = layer.weight.norm() * (trace / 2).sqrt()
+        third = (k * m / 24) ** (1 / 3) * layer.lipschitz / norm
         return layer.rate, [Polynomial(torch.zeros_like(norm), second, third)]
     log_p = layer.logits.log_softmax(dim=1)
     w, bounds = layer.weight, []
@@ -300,7 +300,11 @@ def _bounds(kind: BoundKind, layer: _Layer) -> tuple[float, list]:
         diameter = max(cdist(part, centred).max().item() for part in centred.split(1024))
         first, d = log_first.exp(), torch.full_like(log_first, diameter)
         if kind == "poly":
-            bounds.append(Polynomial(first, log_variance.exp() / 2, d**3 / (36 * math.sqrt(3))))
+            second, third = (
+                (log_variance / 2).exp() / math.sqrt(2),
+                d / (36 * math.sqrt(3)) ** (1 / 3),
+            )
+            bounds.append(Polynomial(first, second, third))
         else:
             bounds.append(Flat(first, log_variance - 2 * d.log(), diameter))
     return layer.rate, bounds

@@ -64,10 +64,11 @@ class Axis(NamedTuple):
         last = (self.out - 1) * self.stride
         beyond = last + (self.taps - 1) * self.step - self.padding - (self.size - 1)
         grid = max(self.size + max(self.padding, beyond), last + 1)
-        coarse = math.ceil(grid / self.stride)
-        turns = torch.arange(coarse * self.stride, dtype=torch.float64) / (coarse * self.stride)
+        stride = self.stride if self.out > 1 else grid  # a single output has no next one
+        coarse = math.ceil(grid / stride)
+        turns = torch.arange(coarse * stride, dtype=torch.float64) / (coarse * stride)
         angle = 2 * math.pi * turns[:, None] * torch.arange(self.taps) * self.step
-        return torch.polar(torch.ones_like(angle), angle).view(self.stride, coarse, self.taps)
+        return torch.polar(torch.ones_like(angle), angle).view(stride, coarse, self.taps)
 
 
 def convolution_norm(weight: Tensor, axes: list[Axis]) -> float:

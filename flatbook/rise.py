@@ -47,7 +47,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A cubic without a constant term, of coefficients that are not negative."""
+    """Three powers of the reach, each of a rate of its own."""
 
     first: Tensor
     second: Tensor
@@ -55,14 +55,14 @@ class Polynomial:
 
     def at(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return value and slope at the reach t."""
-        value = t * (self.first + t * (self.second + t * self.third))
-        slope = self.first + t * (2 * self.second + t * 3 * self.third)
-        return value, slope
+        two, three = self.second * t, self.third * t
+        value = self.first * t + two**2 + three**3
+        return value, self.first + 2 * self.second * two + 3 * self.third * three**2
 
     def beyond(self, epsilon: Tensor) -> Tensor:
         """Return a reach of no less than the root."""
-        roots = (epsilon / self.first, (epsilon / self.second).sqrt())
-        return torch.minimum(torch.minimum(*roots), (epsilon / self.third) ** (1 / 3))
+        root = torch.minimum(epsilon / self.first, epsilon.sqrt() / self.second)
+        return torch.minimum(root, epsilon ** (1 / 3) / self.third)
 
 
 @dataclass(frozen=True)
