@@ -1393,6 +1393,15 @@ def test_autoattack_takes_four_classes_and_sees_through_masks(referee):
     assert torch.equal(auto_attack(model, x, y, norm="linf", epsilon=0).x_adv, x)
 
 
+def test_autoattack_takes_weights_and_images_with_the_channels_last(referee):
+    model = cnn(torch.float32).to(memory_format=torch.channels_last)
+    x = rand(4, 2, 8, 8, dtype=torch.float32).contiguous(memory_format=torch.channels_last)
+    y = model(x).argmax(dim=1)
+    found = auto_attack(model, x, y, norm="linf", epsilon=0.5).x_adv
+    assert_within(found, x, "linf", 0.5)
+    assert accuracy(model, found, y) == 0
+
+
 def test_autoattack_refuses_what_it_cannot_take(monkeypatch):
     model, (x, y) = cnn(torch.float32), images(4, torch.float32)
     common = {"norm": "linf", "epsilon": 0.1}
