@@ -659,7 +659,7 @@ GOOD = {
         ({"weight": torch.ones(4, 2)}, r"weight must have shape \(classes, 3\); got \(4, 2\)"),
         ({"weight": torch.ones(1, 3)}, "weight must have at least 2 rows, one per class; got 1"),
         ({"weight": torch.full((4, 3), math.nan)}, "weight must be finite; got inf or nan"),
-        ({"weight": torch.eye(4, 3) * 1e308, "features": torch.full((2, 3), 1e5).double()},
+        ({"weight": 1e308 * torch.eye(4, 3).double(), "features": torch.full((2, 3), 1e5)},
          "weight and features must give finite logits"),
         ({"features": torch.ones(3)}, r"features must have shape \(samples, width\)"),
         ({"features": torch.ones(2, 3).long()}, "features must hold floating-point numbers"),
@@ -672,11 +672,7 @@ GOOD = {
     ],
 )  # fmt: skip
 def test_bad_layers_are_refused(change, message):
-    if "1e308" in str(change):
-        change["weight"] = change["weight"].double()
     arguments = {**GOOD, **change}
-    if change.get("weight") is not None and "logits" in message:
-        arguments["weight"] = torch.eye(4, 3, dtype=torch.float64) * 1e308
     with pytest.raises(ValueError, match=message):
         loss_bound(**arguments, radius=1.0)
     with pytest.raises(ValueError, match=message):
