@@ -20,6 +20,8 @@ _NAMES = {
     "training": ("TrainConfig", "fit"),
     "adversarial": ("pgd", "scaled", "masking_report", "zero_gradient_share", "walk", "detect"),
     "certificates": ("lipschitz_bound", "loss_bound", "certified_radius", "margin_radius"),
+    "language": ("load_smollm2",),
+    "prompts": ("suffix_search", "token_sharpness", "curvature_split"),
     "results": ("load_result",),
 }
 _MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")

@@ -25,7 +25,7 @@ ORDER = [
     "ensembles", "attacks", "adversarial",
     "convolution", "lipschitz", "rise", "certificates",
     "membership", "memorization",
-    "unlearning", "theory", "reconstruction", "prompts",
+    "unlearning", "theory", "reconstruction", "language", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]
 # fmt: on

@@ -206,6 +206,21 @@ def test_two_classes_almost_alike_among_others(distance):
     assert got.item() == pytest.approx(expected, rel=1e-10, abs=0)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-1, 1e-2, 1e-3, 1e-5])
+def test_many_rows_near_and_far_keep_ten_digits(spread):
+    """Two tight clusters: inner products serve between them, and would fail within."""
+    random = torch.Generator().manual_seed(5)
+    centres = torch.randn(2, 30, generator=random, dtype=torch.float64).repeat(20, 1)
+    weight = centres + spread * torch.randn(40, 30, generator=random, dtype=torch.float64)
+    features = torch.randn(6, 30, generator=random, dtype=torch.float64)
+    logits = torch.randn(6, 40, generator=random, dtype=torch.float64)
+    logits[3:, ::2] += 40.0  # the far cluster has no weight: only distances within count
+    got = relative_sharpness(weight, features, logits)
+    for i in range(6):
+        _, expected, _ = exact(weight, features[i], logits[i])
+        assert got[i].item() == pytest.approx(expected, rel=1e-10, abs=0)
+
+
 @pytest.mark.parametrize("gap", [0.0, 1.0, 20.0, 60.0])
 def test_float32_is_right_to_six_digits(gap):
     weight, _, features, _ = layer(3, samples=4, classes=6, width=5, dtype=torch.float32)
