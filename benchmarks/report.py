@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench_attacks import ATTACK, CERTIFICATE
 from bench_sharpness import CLASSES, PROBES, SAMPLES, WIDTHS
 
 from flatbook.results import record
@@ -16,17 +17,20 @@ RECORD = HERE.parent / "book" / "_results" / "benchmarks.laptop.json"
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of medians and the bar it is held to."""
+    """A ratio of medians, or with None below a median in seconds, and the bar it is held to."""
 
     what: str
     group: str
     above: str
-    below: str
+    below: str | None
     bar: float
     at_least: bool = False
 
-    def met(self, ratio: float) -> bool:
-        return ratio >= self.bar if self.at_least else ratio <= self.bar
+    def measured(self, rows: dict[str, float]) -> float:
+        return rows[self.above] / (1 if self.below is None else rows[self.below])
+
+    def met(self, measured: float) -> bool:
+        return measured >= self.bar if self.at_least else measured <= self.bar
 
 
 SPEED, FORWARD = f"last-layer trace, m={WIDTHS[-1]}", "trace beside the forward pass"
@@ -62,6 +66,11 @@ TARGETS = [
         "import torch",
         1.5,
     ),
+    Target("`flatbook --help`, seconds", START, "flatbook --help", None, 1),
+    Target("PGD, flatbook / torchattacks", ATTACK, "flatbook", "torchattacks", 1.0),
+    Target("PGD, flatbook / foolbox", ATTACK, "flatbook", "foolbox", 1.0),
+    Target("PGD, recording the path / not", ATTACK, "flatbook, recording", "flatbook", 1.15),
+    Target("certified radius of 10,000 samples, seconds", CERTIFICATE, "flatbook", None, 0.1),
 ]
 
 
@@ -106,18 +115,14 @@ def page(medians: dict[str, dict[str, float]], provenance: str) -> str:
         "",
         provenance,
         "",
-        "| ratio | measured | target | |",
+        "| ratio, or seconds where it says so | measured | target | |",
         "|---|---:|---:|---|",
     ]
     for target in TARGETS:
-        rows = medians[target.group]
-        ratio = rows[target.above] / rows[target.below]
+        measured = target.measured(medians[target.group])
         sign = "≥" if target.at_least else "≤"
-        verdict = "met" if target.met(ratio) else "**missed**"
-        lines.append(f"| {target.what} | {ratio:,.3g} | {sign} {target.bar:g} | {verdict} |")
-    seconds = medians[START]["flatbook --help"]
-    verdict = "met" if seconds <= 1 else "**missed**"
-    lines.append(f"| `flatbook --help`, seconds | {seconds:.2f} | ≤ 1 | {verdict} |")
+        verdict = "met" if target.met(measured) else "**missed**"
+        lines.append(f"| {target.what} | {measured:,.3g} | {sign} {target.bar:g} | {verdict} |")
     lines += ["", "## Medians", "", "| work | contender | median |", "|---|---|---:|"]
     for group, rows in medians.items():
         for name, median in sorted(rows.items(), key=lambda row: row[1]):
