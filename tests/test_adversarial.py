@@ -32,7 +32,7 @@ from flatbook.adversarial import (
     walk,
     zero_gradient_share,
 )
-from flatbook.attacks import ball
+from flatbook.threat import ball
 from flatbook.data import load
 from flatbook.models import build
 from flatbook.runtime import generator

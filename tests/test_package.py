@@ -22,7 +22,7 @@ ORDER = [
     "curvature", "landscape", "sharpness",
     "wrapper", "optim",
     "config", "checkpoints", "augmentation", "training",
-    "ensembles", "attacks", "adversarial",
+    "ensembles", "threat", "attacks", "blackbox", "masking", "adversarial",
     "convolution", "lipschitz", "rise", "certificates",
     "membership", "memorization",
     "unlearning", "theory", "reconstruction", "language", "prompts",
