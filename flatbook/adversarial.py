@@ -220,6 +220,9 @@ def detect(clean, attacked, *, folds: int = 5, seed: int = 0) -> Detection:
         folds: How many.
         seed: Of the assignment to folds.
 
+    Returns:
+        The accuracy on each fold, and the area under the ROC curve.
+
     Raises:
         ValueError: If the shapes disagree, a number is not finite, or there are fewer samples than
             folds.
