@@ -1,6 +1,7 @@
 """Suffix search against its definition and a control; measures along it against theirs."""
 
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +12,8 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.testing import assert_close
 
 from flatbook import language
+from flatbook.experiments import prompts as experiment
+from flatbook.jsonfile import plain
 from flatbook.language import (
     CHATTER,
     COLOURS,
@@ -395,6 +398,54 @@ def test_bad_splits_are_refused(speaker):
         curvature_split(speaker, tokens, torch.ones(2, 4, 48))
     with pytest.raises(ValueError, match="last must be a whole number from 1 to 3; got 4"):
         curvature_split(speaker, tokens, torch.ones(2, 3, 48), last=4)
+
+
+# --- the experiment ------------------------------------------------------------------------------
+
+
+def test_the_experiment_measures_each_question_and_carries_on(tmp_path):
+    config = replace(
+        experiment.CONFIGS["quick"],
+        pairs=("sky", "rose"),
+        steps=3,
+        candidates=4,
+        training_steps=60,
+        directions=2,
+    )
+    values = plain(experiment.run(config, checkpoint=tmp_path).values)
+    assert len(list(tmp_path.glob("*.json"))) == 2 * 2 + 1 + 1
+    assert plain(experiment.run(config, checkpoint=tmp_path).values) == values
+    assert set(values["runs"]) == {"sky", "rose"}
+    for runs in values["runs"].values():
+        assert len(runs) == 2
+        for run in runs:
+            assert run["evaluations"] == 13
+            for name in ("loss", "reached", "kappa", "doubt", "p_wrong", "p_right"):
+                assert len(run[name]) == 4
+            # Two tokens share what is left of the loss: the first is at most twice the mean.
+            assert -math.log(run["p_wrong"][-1]) <= 2 * run["loss"][-1] + 1e-9
+            assert all(
+                p + q <= 1 + 1e-9 for p, q in zip(run["p_wrong"], run["p_right"], strict=True)
+            )
+            assert len(run["curvature"]["end"]["total"]) == 2
+            assert len(run["suffix"].split()) == 8
+            assert run["survives_retyping"]
+    assert min(values["natural"]["kappa"]) >= 0
+
+
+def test_questions_and_idle_words_are_words_of_the_language():
+    speaker = experiment._tiny(1, 0)
+    for pair in experiment.PAIRS["tiny"].values():
+        prompt, after = speaker.turn(pair)
+        assert decode(prompt) == pair.question
+        assert decode(after) == pair.start
+        assert THINGS[pair.question.split()[4]] == pair.right.split()[0]
+        allowed = {decode([token]) for token in speaker.allowed(pair)}
+        assert set(CHATTER) <= allowed
+        assert not allowed & {*COLOURS, "<pad>"}
+        assert not {thing for thing in allowed if THINGS.get(thing) == pair.wrong.split()[0]}
+    assert set(decode(speaker.idle(8, 0)).split()) <= set(CHATTER)
+    assert not torch.equal(speaker.idle(8, 0), speaker.idle(8, 1))
 
 
 # --- SmolLM2 -------------------------------------------------------------------------------------
