@@ -32,11 +32,11 @@ from flatbook.adversarial import (
     walk,
     zero_gradient_share,
 )
-from flatbook.threat import ball
 from flatbook.data import load
 from flatbook.models import build
 from flatbook.runtime import generator
 from flatbook.sharpness import doubt, relative_sharpness
+from flatbook.threat import ball
 from flatbook.training import TrainConfig, fit
 
 NORMS = ("linf", "l2")
@@ -124,6 +124,7 @@ def assert_within(x_adv, x, norm, epsilon, low=0.0, high=1.0):
                 sizes += [delta.square().sum(dim=axes).sqrt()]
         for size in sizes:
             assert (size <= epsilon).all(), (size.max().item(), epsilon)
+            assert size.max().item() <= epsilon
             assert (size <= torch.tensor(epsilon, dtype=x.dtype)).all()
 
 
