@@ -1,7 +1,7 @@
 """Attacks on the prompts of a language model: is the wrong answer they provoke a flat one?
 
 Each question has a right answer, which the model gives, and a wrong one of our choice, as
-harmless as "the capital of France is Rome". A suffix of idle words is changed word by word until
+harmless as "the capital of France is London". A suffix of idle words is changed word by word until
 the model gives the wrong answer, and sharpness, doubt and curvature are measured on the way.
 """
 
@@ -42,7 +42,7 @@ PAIRS = {
     },
     "smollm2": {
         "france": Pair(
-            "What is the capital of France?", "The capital of France is", " Paris.", " Rome."
+            "What is the capital of France?", "The capital of France is", " Paris.", " London."
         ),
         "italy": Pair(
             "What is the capital of Italy?", "The capital of Italy is", " Rome.", " Paris."
@@ -101,7 +101,7 @@ class Config:
 CONFIGS = {
     "quick": Config("tiny", tuple(PAIRS["tiny"]), 2, steps=25, candidates=16, top_k=8),
     "laptop": Config(
-        "smollm2", ("france", "italy", "author"), 3, steps=28, candidates=20, top_k=64
+        "smollm2", ("france", "italy", "author"), 3, steps=32, candidates=20, top_k=64
     ),
     "gpu": Config("smollm2", tuple(PAIRS["smollm2"]), 10, steps=200, candidates=256, top_k=128),
 }
