@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -117,11 +117,15 @@ class TrainConfig:
 def described(function: Callable) -> str:
     """Return the module and name of a function, by which checkpoints know it.
 
+    A dataclass that can be called is known by its fields, too.
+
     Example:
         >>> described(math.hypot)
         'math.hypot'
     """
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        name = repr(function) if is_dataclass(function) else type(function).__qualname__
     return f"{getattr(function, '__module__', '')}.{name}"
 
 

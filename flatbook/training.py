@@ -289,7 +289,13 @@ def _epoch(model, optimizer, x, y, config, epoch, scaler, bar, adversary) -> dic
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             if adversary is not None:
                 with evaluating(model):
-                    inputs = adversary(model, inputs, labels).detach()
+                    attacked = adversary(model, inputs, labels)
+                if not isinstance(attacked, Tensor) or attacked.shape != inputs.shape:
+                    raise ValueError(
+                        "adversary must return inputs of the shape it was given, such as the "
+                        f"x_adv of an attack; got {type(attacked).__name__}."
+                    )
+                inputs = attacked.detach()
             losses.append(_step(model, optimizer, inputs, labels, config, scaler, hits))
             sizes.append(len(rows))
             if bar.update(1):  # it was redrawn: show how the last batch went, too

@@ -1062,3 +1062,34 @@ def test_silent_runs_print_nothing(capsys):
 
 def test_an_empty_history_is_zero():
     assert (History().epochs_run, History().seconds) == (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nudge:
+    size: float
+
+    def __call__(self, model, x, y):
+        return x + self.size
+
+
+def test_a_checkpoint_knows_the_options_of_its_adversary(tmp_path):
+    x, y = images()
+    config, path = settings_for("sgd", epochs=1), tmp_path / "run.pt"
+    fit(network(), x, y, config, adversary=Nudge(0.1), checkpoint=path)
+    fit(network(), x, y, config, adversary=Nudge(0.1), checkpoint=path)
+    with pytest.raises(CheckpointError, match=r"size=0\.1.* not .*size=0\.2"):
+        fit(network(), x, y, config, adversary=Nudge(0.2), checkpoint=path)
+
+
+def test_an_adversary_must_return_inputs():
+    x, y = images()
+    with pytest.raises(ValueError, match=r"adversary must return inputs .* x_adv .* got Attack"):
+        fit(
+            network(),
+            x,
+            y,
+            settings_for("sgd"),
+            adversary=lambda model, x, y: pgd(
+                model, x, y, norm="linf", epsilon=0.1, step_size=0.1, steps=1, box=(-9, 9)
+            ),
+        )
