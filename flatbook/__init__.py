@@ -22,6 +22,8 @@ _NAMES = {
     "certificates": ("lipschitz_bound", "loss_bound", "certified_radius", "margin_radius"),
     "language": ("load_smollm2",),
     "prompts": ("suffix_search", "token_sharpness", "curvature_split"),
+    "membership": ("logit_signal", "modified_entropy", "lira", "rmia", "roc"),
+    "memorization": ("influence", "influence_entropy", "buckets"),
     "results": ("load_result",),
 }
 _MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")
