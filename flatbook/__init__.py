@@ -26,7 +26,17 @@ _NAMES = {
     "memorization": ("influence", "influence_entropy", "buckets"),
     "results": ("load_result",),
 }
-_MODULES = (*_NAMES, "checks", "cli", "experiments", "files", "notebook", "plotting", "units")
+_MODULES = (
+    *_NAMES,
+    "checks",
+    "cli",
+    "experiments",
+    "files",
+    "notebook",
+    "plotting",
+    "theory",
+    "units",
+)
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*_HOME, *_MODULES]

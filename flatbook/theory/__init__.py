@@ -1,0 +1,21 @@
+"""Models of learning small enough to be solved on paper, in NumPy and float64.
+
+``flatbook.theory.linear`` holds interpolating linear models: what a penalty on curvature does to
+the outputs of unseen samples, and what an attacker gains by it.
+"""
+
+import importlib
+
+_PARTS = ("linear",)
+
+__all__ = [*_PARTS]
+
+
+def __getattr__(name: str):
+    if name in _PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
