@@ -83,6 +83,7 @@ class Config:
         steps: Of each search.
         candidates: Suffixes tried a step.
         top_k: Tokens considered at each place.
+        control_steps: Of a search with random proposals, for comparison.
         directions: Random directions along which curvature is split.
         training_steps: Of the tiny model.
     """
@@ -94,6 +95,7 @@ class Config:
     candidates: int
     top_k: int
     suffix_length: int = 8
+    control_steps: int = 10
     directions: int = 4
     training_steps: int = 600
 
@@ -168,6 +170,8 @@ def measure(task) -> dict:
     begun = time.process_time()
     search = suffix_search(speaker.model, prompt, wrong, **options)
     seconds = time.process_time() - begun
+    options |= {"steps": config.control_steps, "proposals": "random"}
+    control = suffix_search(speaker.model, prompt, wrong, **options)
 
     def along(answer: Tensor):
         rows = [torch.cat([prompt, suffix, after, answer]) for suffix in search.path]
@@ -190,6 +194,7 @@ def measure(task) -> dict:
         "first_success": search.first_success,
         "evaluations": search.evaluations,
         "cpu_seconds": seconds,
+        "control_loss": control.losses,
         # The first token of the answer decides; the mean is over the whole of the wrong answer.
         "kappa": at_wrong.neuronwise[:, 0],
         "kappa_frobenius": at_wrong.frobenius[:, 0],
