@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import entr
 
 from flatbook import checks
-from flatbook.membership import as_array, checked_design, returned, whole
+from flatbook.arrays import as_array, checked_design, returned, whole
 
 __all__ = ["buckets", "influence", "influence_entropy", "memorization"]
 

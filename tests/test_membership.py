@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from flatbook import membership
+from flatbook import likelihood, signals
 from flatbook.membership import (
     balanced_accuracy,
     class_thresholds,
@@ -123,7 +123,7 @@ def test_signals_by_blocks_are_the_same(monkeypatch):
     logits = np.random.default_rng(0).normal(size=(3, 7, 4))
     labels = np.arange(7) % 4
     expected = [f(logits, labels) for f in (logit_signal, confidence, modified_entropy)]
-    monkeypatch.setattr(membership, "_BLOCK", 2)
+    monkeypatch.setattr(signals, "_BLOCK", 2)
     got = [f(logits, labels) for f in (logit_signal, confidence, modified_entropy)]
     np.testing.assert_array_equal(got, expected)
 
@@ -336,14 +336,14 @@ def test_counting_by_halving_evaluates_the_quotient_itself(x, z, gamma):
     with np.errstate(all="ignore"):
         x = np.concatenate([x, np.nextafter(x, 0), np.nextafter(x, math.inf)])
         expected = (x[:, None] / z > gamma).sum(axis=1)
-    np.testing.assert_array_equal(membership._beaten(x, z, gamma), expected)
+    np.testing.assert_array_equal(likelihood._beaten(x, z, gamma), expected)
 
 
 def test_searching_for_the_divided_value_would_be_wrong():
     random = np.random.default_rng(0)
     x, z = random.integers(1, 60, (2, 2000)) / random.integers(1, 60, (2, 2000))
     exact = (x[:, None] / z > 1.2).sum(axis=1)
-    np.testing.assert_array_equal(membership._beaten(x, z, 1.2), exact)
+    np.testing.assert_array_equal(likelihood._beaten(x, z, 1.2), exact)
     assert (np.searchsorted(np.sort(z), x / 1.2, side="left") != exact).any()
 
 

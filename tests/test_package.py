@@ -24,7 +24,7 @@ ORDER = [
     "config", "checkpoints", "augmentation", "training",
     "ensembles", "threat", "attacks", "blackbox", "masking", "adversarial",
     "convolution", "lipschitz", "rise", "certificates",
-    "membership", "memorization",
+    "arrays", "signals", "rates", "likelihood", "membership", "memorization",
     "unlearning", "theory", "reconstruction", "language", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]
