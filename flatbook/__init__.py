@@ -18,6 +18,7 @@ _NAMES = {
     ),
     "optim": ("SAM", "ASAM", "GSAM", "LookSAM", "MicroBatchSAM", "SharpnessMax"),
     "training": ("TrainConfig", "fit"),
+    "ensembles": ("balanced_design", "subset_design", "train_ensemble"),
     "adversarial": ("pgd", "scaled", "masking_report", "zero_gradient_share", "walk", "detect"),
     "certificates": ("lipschitz_bound", "loss_bound", "certified_radius", "margin_radius"),
     "language": ("load_smollm2",),

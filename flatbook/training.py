@@ -270,7 +270,7 @@ def fit(
 @torch.enable_grad()
 def _epoch(model, optimizer, x, y, config, epoch, scaler, bar, adversary) -> dict[str, float]:
     """Train for one epoch; return its mean loss, accuracy and first learning rate."""
-    order_seed, augment_seed, dropout_seed = _seeds(config.seed, epoch)
+    order_seed, augment_seed, dropout_seed = epoch_seeds(config.seed, epoch)
     order = torch.randperm(len(x), generator=runtime.generator(order_seed)).to(x.device)
     random = runtime.generator(augment_seed, x.device)
     augment = crop_flip if config.augment == "crop-flip" else config.augment
@@ -454,7 +454,7 @@ def _resolved(device: torch.device | str | None) -> torch.device:
         ) from error
 
 
-def _seeds(seed: int, epoch: int) -> list[int]:
+def epoch_seeds(seed: int, epoch: int) -> list[int]:
     """Return independent seeds for the order, the augmentation and dropout of an epoch."""
     return [int(s) for s in np.random.SeedSequence((seed, epoch)).generate_state(3, np.uint64)]
 

@@ -22,9 +22,10 @@ ORDER = [
     "curvature", "landscape", "sharpness",
     "wrapper", "optim",
     "config", "checkpoints", "augmentation", "training",
-    "ensembles", "threat", "attacks", "blackbox", "masking", "adversarial",
+    "arrays", "designs", "members", "vectorised", "crews", "keeping", "ensembles",
+    "threat", "attacks", "blackbox", "masking", "adversarial",
     "convolution", "lipschitz", "rise", "certificates",
-    "arrays", "signals", "rates", "likelihood", "membership", "memorization",
+    "signals", "rates", "likelihood", "membership", "memorization",
     "unlearning", "theory", "reconstruction", "language", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]

@@ -1,0 +1,122 @@
+"""Who trains the members of an ensemble: this process, several processes, or a cluster."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
+from contextlib import closing
+
+import joblib
+import torch
+
+from flatbook.members import Answers, Plan, train_member, train_member_on_one_thread
+from flatbook.vectorised import fit_together
+
+Outcomes = Iterator[tuple[int, Answers]]
+
+_AT_ONCE = 64
+_DIED = (
+    "A worker process died, perhaps for want of memory; members finished before are kept if out "
+    "was given: run the same again, with fewer workers."
+)
+
+
+def in_turn(plan: Plan, members: Sequence[int]) -> Outcomes:
+    """Train members here, one after another, with the threads torch has."""
+    for member in members:
+        yield member, train_member(plan, member)
+
+
+def at_once(plan: Plan, members: Sequence[int], tick: Callable[[int], object]) -> Outcomes:
+    """Train members here, 64 at a time, with `flatbook.vectorised`.
+
+    The groups are always the same, whatever is left to do, lest sums round otherwise. After each
+    epoch ``tick`` is called with how many of the members it was one of.
+    """
+    x, y = torch.from_numpy(plan.x), torch.from_numpy(plan.y).to(plan.device)
+    for start in range(0, len(plan.design), _AT_ONCE):
+        group = range(start, min(start + _AT_ONCE, len(plan.design)))
+        wanted = sorted(set(group) & set(members))
+        if not wanted:
+            continue
+        models = [plan.made(member).to(plan.device) for member in group]
+        like = next(models[0].parameters())
+        rows, seeds = plan.design[group.start : group.stop], plan.seeds[group.start : group.stop]
+        fit_together(
+            models,
+            x.to(like.device, like.dtype),
+            y,
+            rows,
+            plan.config,
+            seeds,
+            tick=lambda _, new=len(wanted): tick(new),
+        )
+        for member in wanted:
+            yield member, plan.answers(models[member - start], plan.config.epochs)
+
+
+def by_joblib(plan: Plan, members: Sequence[int], workers: int) -> Outcomes:
+    """Train members in processes of one torch thread each; yield them as they are done.
+
+    Arrays reach the processes as files mapped into memory, once for all members.
+    """
+    parent = os.getpid()
+    tasks = (joblib.delayed(_work)(plan, member, parent) for member in members)
+    with joblib.parallel_config("loky", n_jobs=workers, inner_max_num_threads=1):
+        outcomes = joblib.Parallel(batch_size=1, return_as="generator_unordered")(tasks)
+    with closing(outcomes):
+        try:
+            yield from outcomes
+        except BrokenExecutor as error:
+            raise RuntimeError(_DIED) from error
+
+
+def by_dask(plan: Plan, members: Sequence[int], cluster) -> Outcomes:
+    """Train members on a Dask cluster; yield them as they are done.
+
+    The data go to each of its processes once. What a lost process was training is begun again on
+    another.
+    """
+    try:
+        from distributed import Client, as_completed
+    except ImportError as error:
+        raise ImportError(
+            'backend="dask" needs Dask, here and on the cluster: pip install "flatbook[cluster]".'
+        ) from error
+    own = not isinstance(cluster, Client)
+    client = Client(cluster) if own else cluster
+    futures = {}
+    try:
+        shared = client.scatter(plan, broadcast=True, hash=False)
+        for member in members:
+            future = client.submit(train_member_on_one_thread, shared, member, pure=False)
+            futures[future] = member
+        for future in as_completed(list(futures)):
+            answers = future.result()
+            yield futures.pop(future), answers
+            future.release()
+    finally:
+        client.cancel(list(futures))
+        if own:
+            client.close()
+
+
+def _work(plan: Plan, member: int, parent: int) -> tuple[int, Answers]:
+    if os.getpid() != parent:
+        _follow(parent)
+    return member, train_member_on_one_thread(plan, member)
+
+
+def _follow(parent: int) -> None:
+    """End this process with its parent: a killed one cannot tell its workers to stop."""
+    name = f"follow {parent}"
+    if any(thread.name == name for thread in threading.enumerate()):
+        return
+
+    def follow():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=follow, name=name, daemon=True).start()
