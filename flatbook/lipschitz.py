@@ -1,6 +1,7 @@
 """A proven Lipschitz bound of a feature map: layer by layer, in the Euclidean norm."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -63,11 +64,11 @@ def lipschitz_bound(model: nn.Module, input_shape: Sequence[int]) -> float:
         input_shape: Shape of one input, such as ``(channels, height, width)``.
 
     Returns:
-        Units of the features per unit of the input.
+        Units of the features per unit of the input; infinite if that is too large a number.
 
     Raises:
-        ValueError: If a layer is unknown, has no weights yet or holds inf or nan, or the shape
-            does not fit.
+        ValueError: If a layer is unknown, has a forward function of its own or a hook, has no
+            weights yet or holds inf or nan, or the shape does not fit.
 
     Reference:
         Sedghi, Gupta & Long (2019). The singular values of convolutional layers. ICLR.
@@ -85,20 +86,27 @@ def lipschitz_bound(model: nn.Module, input_shape: Sequence[int]) -> float:
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str):
         raise ValueError(f"input_shape must be a sequence of sizes; got {input_shape!r}.")
     shape = tuple(checks.count("input_shape", size) for size in input_shape)
+    if not shape:
+        raise ValueError("input_shape must hold at least one size; got none.")
     names = {layer: name for name, layer in model.named_modules()}
-    for layer, name in names.items():
+    for layer in names:
         if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
             raise ValueError(
-                f"model must have seen an input; {name} ({type(layer).__name__}) has no weights."
+                f"model must have seen an input; {_name(layer, names)} has no weights."
             )
+        for method in ("forward", "features"):
+            if method in vars(layer) and callable(vars(layer)[method]):
+                raise _unknown(layer, names, f"has a {method} of its own")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, value in state.items():
+        if value.is_meta:
+            raise ValueError(f"model must hold numbers; {name} is on the meta device.")
         if not value.isfinite().all():
             raise ValueError(f"model must hold finite numbers; {name} has inf or nan.")
     split = isinstance(model, Classifier) and type(model).features is Classifier.features
     layers = [model.normalise, model.body] if split else [model]
     like = next((value for value in state.values() if value.is_floating_point()), torch.zeros(()))
-    with evaluating(model), torch.no_grad():
+    with torch.inference_mode(False), evaluating(model), torch.no_grad():
         x = like.new_zeros(2, *shape)
         try:
             (model.features if split else model)(x.clone())
@@ -125,8 +133,13 @@ def _chain(layers: list[nn.Module], x: Tensor, names: dict) -> tuple[float, Tens
         elif kind in _ELEMENTWISE:
             # It multiplies each difference by a number in [-c, c]; such diagonal matrices
             # commute with the pending one, which may therefore wait for the next linear layer.
-            bound *= _ELEMENTWISE[kind](layer)
+            bound = _times(bound, _ELEMENTWISE[kind](layer))
             x = layer(x)
+        elif kind in _IMAGES and x.ndim != 4:
+            raise ValueError(
+                "input_shape must lead to (channels, height, width) at "
+                f"{_name(layer, names)}; got {tuple(x.shape[1:])} there."
+            )
         elif kind in _LINEAR:
             axes, norm = _LINEAR[kind]
             before = after = None
@@ -135,14 +148,25 @@ def _chain(layers: list[nn.Module], x: Tensor, names: dict) -> tuple[float, Tens
             y = layer(x)
             if layers and type(layers[0]) in _NORMS and y.ndim == axes:
                 after = _diagonal(layers[0], y, names)
-            bound *= _largest(pending) * norm(layer, x.shape, y.shape, before, after, names)
+            factor = norm(layer, x.shape, y.shape, before, after, names)
+            bound = _times(bound, _largest(pending), factor)
             pending, x = None, y if after is None else layers.pop(0)(y)
         elif kind in _OTHERS:
             factor, x = _OTHERS[kind](layer, x, names)
-            bound, pending = bound * _largest(pending) * factor, None
+            bound, pending = _times(bound, _largest(pending), factor), None
         else:
             raise _unknown(layer, names)
-    return bound * _largest(pending), x
+    return _times(bound, _largest(pending)), x
+
+
+def _times(*factors: float) -> float:
+    """Return the product; above 0 if they are, for a bound must not round to nothing."""
+    if 0.0 in factors:  # though another may be infinite
+        return 0.0
+    product = 1.0
+    for factor in factors:
+        product = max(product * factor, sys.float_info.min)
+    return product
 
 
 def _largest(pending: Tensor | None) -> float:
@@ -152,19 +176,20 @@ def _largest(pending: Tensor | None) -> float:
 def _flat(layers: list[nn.Module], names: dict) -> list[nn.Module]:
     flat = []
     for layer in layers:
-        tame = all(type(hook).__module__.startswith("torch.nn.utils") for hook in _hooks(layer))
-        if not tame:
-            raise ValueError(
-                "model must have no hooks, which may change its outputs; "
-                f"{_name(layer, names)} has one."
-            )
+        _refuse_hooks(layer, names)
         nested = type(layer).forward is nn.Sequential.forward
         flat += _flat(list(layer), names) if nested else [layer]
     return flat
 
 
-def _hooks(layer: nn.Module) -> list:
-    return [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+def _refuse_hooks(layer: nn.Module, names: dict) -> None:
+    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    # Those of torch compute the weight, before a pass as during it.
+    if not all(type(hook).__module__.startswith("torch.nn.utils") for hook in hooks):
+        raise ValueError(
+            "model must have no hooks, which may change its outputs; "
+            f"{_name(layer, names)} has one."
+        )
 
 
 def _name(layer: nn.Module, names: dict) -> str:
@@ -183,11 +208,17 @@ def _diagonal(layer: nn.Module, x: Tensor, names: dict) -> Tensor:
     if isinstance(layer, Normalise):
         unchanged = x.ndim == 2 and layer.images_only
         factors = torch.ones(1) if unchanged else 1 / layer.std.cpu().double()
+        values = max(len(layer.mean), len(factors))
+        if not unchanged and values > 1 and (x.ndim not in (2, 4) or values != x.shape[1]):
+            raise _unknown(layer, names, f"has {values} channels, but gets {tuple(x.shape[1:])}")
     else:
         if layer.running_var is None:
             raise _unknown(layer, names, "normalises by the batch, so it has none")
         gain = 1.0 if layer.weight is None else layer.weight.cpu().double().abs()
-        factors = gain / (layer.running_var.cpu().double() + layer.eps).sqrt()
+        variance = layer.running_var.cpu().double() + layer.eps
+        if not (variance > 0).all():
+            raise _unknown(layer, names, "divides by a variance that is not above 0")
+        factors = gain / variance.sqrt()
     return factors.double().expand(x.shape[1]) * (1 + 4 * torch.finfo(torch.float64).eps)
 
 
@@ -210,6 +241,8 @@ def _convolution(layer, x_shape, y_shape, before, after, names) -> float:
 
 
 def _flatten(layer, x, names):
+    if layer.start_dim in (0, -x.ndim):
+        raise _unknown(layer, names, "mixes the samples of a batch")
     return 1.0, layer(x)
 
 
@@ -225,7 +258,8 @@ def _max_pool(layer, x, names):
         )
         start = torch.arange(y.shape[axis + 2]) * stride - padding
         place = (start[:, None] + torch.arange(kernel) * step).flatten()
-        windows *= place[(place >= 0) & (place < x.shape[axis + 2])].bincount().max().item()
+        seen = place[(place >= 0) & (place < x.shape[axis + 2])]  # none, if all lie in the padding
+        windows *= seen.bincount(minlength=1).max().item()
     return math.sqrt(windows), y
 
 
@@ -262,15 +296,18 @@ def _pre_activation_block(block, x, names):
 def _dense_block(block, x, names):
     bound = 1.0
     for layer in block.values():
+        _refuse_hooks(layer, names)
         parts = [layer.norm1, layer.relu1, layer.conv1, layer.norm2, layer.relu2, layer.conv2]
         new, y = _chain(parts, x, names)
-        bound *= math.hypot(1.0, new)
+        bound = _times(bound, math.hypot(1.0, new))
         x = torch.cat([x, y], dim=1)
     return bound, x
 
 
 # The number of axes, the batch's included, for which channels are the second, and the norm.
 _LINEAR = {nn.Linear: (2, _linear), nn.Conv2d: (4, _convolution)}
+# With three axes these would take the samples for channels.
+_IMAGES = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 _OTHERS = {
     nn.Flatten: _flatten,
     nn.MaxPool2d: _max_pool,

@@ -496,3 +496,76 @@ def test_unknown_layer_within_a_block_is_named():
 def test_bad_shapes_are_refused(shape, message):
     with pytest.raises(ValueError, match=message):
         lipschitz_bound(nn.Linear(4, 4), shape)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(2, 3, 3),
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(2, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Sequential(Normalise(2, 0.5, [0.25, 0.5])),
+    ],
+)
+def test_samples_are_not_taken_for_channels(layer):
+    # With three axes torch reads the first as channels: here it holds the samples.
+    with pytest.raises(ValueError, match=r"input_shape must lead to .* \(8, 8\)|gets \(8, 8\)"):
+        lipschitz_bound(layer, (8, 8))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (Normalise(3), (1, 8, 8), r"\(Normalise\) has 3 channels, but gets \(1, 8, 8\)"),
+        (nn.Sequential(nn.Flatten(0)), (4,), "mixes the samples of a batch"),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, eps=0.0)), (2,), "not above 0"),
+        (nn.Linear(2, 2), (), "input_shape must hold at least one size; got none"),
+        (nn.Linear(2, 2, device="meta"), (2,), "weight is on the meta device"),
+    ],
+)
+def test_what_has_no_bound_is_refused(layer, shape, message):
+    for norm in layer.modules():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.running_var.zero_()
+    with pytest.raises(ValueError, match=message):
+        lipschitz_bound(layer, shape)
+
+
+def test_replaced_functions_and_hooks_in_a_block_are_refused():
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: 100 * x
+    with pytest.raises(ValueError, match=r"0 \(Linear\) has a forward of its own"):
+        lipschitz_bound(nn.Sequential(patched), (2,))
+    model = build("mlp", num_classes=3, input_shape=(4,))
+    model.features = lambda x: 100 * x
+    with pytest.raises(ValueError, match=r"\(Classifier\) has a features of its own"):
+        lipschitz_bound(model, (4,))
+    dense = build("densenet121", num_classes=3, width=2)
+    dense.body[1].denselayer2.register_forward_hook(lambda layer, inputs, output: 100 * output)
+    with pytest.raises(ValueError, match=r"hooks, .*; body\.1\.denselayer2 \(_DenseLayer\) has"):
+        lipschitz_bound(dense, (3, 8, 8))
+
+
+def test_no_product_rounds_to_zero():
+    tiny = nn.Linear(1, 1).double()
+    nn.init.constant_(tiny.weight, 1e-200)
+    assert 0 < lipschitz_bound(nn.Sequential(tiny, tiny), (1,)) < 1e-300
+    nought, huge = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+    nn.init.zeros_(nought.weight)
+    nn.init.constant_(huge.weight, 1e200)
+    assert lipschitz_bound(nn.Sequential(huge, huge), (1,)) == math.inf
+    assert lipschitz_bound(nn.Sequential(huge, huge, nought), (1,)) == 0
+
+
+def test_inference_mode_does_no_harm():
+    model = seeded(lambda: nn.Sequential(nn.AvgPool2d(2, 1), nn.Conv2d(1, 2, 3), nn.MaxPool2d(2)))
+    expected = lipschitz_bound(model, (1, 8, 8))
+    with torch.inference_mode():
+        assert lipschitz_bound(model, (1, 8, 8)) == expected
+
+
+def test_windows_that_see_no_pixel_count_for_nothing():
+    # The outer windows lie in the padding, the middle one sees the single pixel.
+    assert lipschitz_bound(nn.MaxPool2d(2, 1, 1, dilation=2), (1, 1, 1)) == 0
+    assert lipschitz_bound(nn.MaxPool2d(3, 1, 1), (1, 1, 1)) == 1
