@@ -154,7 +154,8 @@ def certified_radius(
     """
     checks.choice("kind", kind, get_args(BoundKind))
     dtype, layer = _checked(weight, features, labels, lipschitz, bias)
-    epsilon = _amounts("epsilon", epsilon, layer.logits)
+    # First as it is in the precision of the outcome, so that a bound of that precision keeps to it.
+    epsilon = _rounded(_amounts("epsilon", epsilon, layer.logits), dtype, 0.0).to(layer.logits)
     rate, bounds = _bounds(kind, layer)
     if not bounds:
         return torch.full_like(epsilon, math.inf, dtype=dtype)
@@ -267,7 +268,12 @@ def _amounts(name: str, value, like: Tensor) -> Tensor:
     """Return ``value`` as one number of at least 0 per sample; it may be infinite."""
     n = len(like)
     if not isinstance(value, Tensor):
-        value = np.asarray(value)  # torch would round Python's numbers to float32
+        array = np.asarray(value)  # torch would round Python's numbers to float32
+        if array.dtype.kind not in "biufc":
+            raise ValueError(
+                f"{name} must be a number of at least 0, or one for each sample; got {value!r:.80}."
+            )
+        value = array
     amounts = checks.tensor(name, value, (n,) if np.ndim(value) else (), floating=False)
     if amounts.dtype == torch.bool or amounts.is_complex():
         raise ValueError(f"{name} must hold real numbers; got {amounts.dtype}.")

@@ -619,6 +619,20 @@ def test_float32_is_float64_rounded_to_the_safe_side(kind):
     assert half.dtype == torch.float32
 
 
+@pytest.mark.parametrize("epsilon", [0.1, 1e-8, 1.0 / 3, 7.3, 1e-30])
+def test_bound_at_the_radius_keeps_to_epsilon_in_float32(epsilon):
+    narrow = [part.float() if part.is_floating_point() else part for part in layer(17, samples=50)]
+    weight, features, labels, bias = narrow
+    for kind in KINDS:
+        options = {"bias": bias, "kind": kind}
+        radius = certified_radius(weight, features, labels, epsilon, 2.0, **options)
+        assert (radius > 0).all()
+        bound = loss_bound(weight, features, labels, radius, 2.0, **options)
+        assert (bound.double() <= epsilon).all()
+        bound = loss_bound(weight, features, labels, radius * (1 + 1e-5), 2.0, **options)
+        assert (bound.double() > epsilon).all()
+
+
 def test_numpy_arrays_are_as_good():
     weight, features, labels, bias = layer(15)
     arrays = (weight.numpy(), features.numpy()[::-1], labels.numpy()[::-1])
@@ -691,9 +705,9 @@ def test_bad_layers_are_refused(change, message):
         (torch.ones(2, 1), r"{} must have shape \(2\); got \(2, 1\)"),
         (True, "{} must hold real numbers; got torch.bool"),
         (1j, "{} must hold real numbers; got torch.complex"),
-        ("0.1", "{} must be a tensor or array of numbers"),
-        (None, "{} must be a tensor or array of numbers"),
-        ([0.1, "0.2"], "{} must be a tensor or array of numbers"),
+        ("0.1", "{} must be a number of at least 0, or one for each sample; got '0.1'"),
+        (None, "{} must be a number of at least 0, or one for each sample; got None"),
+        ([0.1, "0.2"], "{} must be a number of at least 0, or one for each sample; got"),
     ],
 )
 def test_bad_amounts_are_refused(value, message):
