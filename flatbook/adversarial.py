@@ -77,14 +77,22 @@ def scaled(model: Classifier, s: float) -> Classifier:
             "model must have a head that is linear in its weight; "
             f"{type(model.head).__name__} has a forward of its own."
         )
+    head = {"weight": model.head.weight, "bias": model.head.bias}
+    head = {name: value.detach() for name, value in head.items() if value is not None}
+    values = {name: s * value for name, value in head.items()}
+    for name, value in values.items():
+        if not value.isfinite().all() or value.any() != head[name].any():
+            raise ValueError(
+                f"s must neither make the {name} of the head infinite in {value.dtype} nor round "
+                f"all of it to 0; got {s:g}."
+            )
     twin = copy.deepcopy(model)
     shape = (model.head.in_features, model.head.out_features)
     # On the meta device no weights are drawn.
-    head = nn.Linear(*shape, bias=model.head.bias is not None, device="meta")
-    for name, value in (("weight", model.head.weight), ("bias", model.head.bias)):
-        if value is not None:
-            setattr(head, name, nn.Parameter(s * value.detach(), value.requires_grad))
-    twin.head = head.train(model.head.training)
+    twin.head = nn.Linear(*shape, bias="bias" in head, device="meta").train(model.head.training)
+    for name, value in values.items():
+        trainable = getattr(model.head, name).requires_grad
+        setattr(twin.head, name, nn.Parameter(value, trainable))
     return twin
 
 
@@ -165,7 +173,7 @@ def walk(
     for x, own in zip(
         path.flatten(0, 1).split(batch_size), labels.repeat(steps).split(batch_size), strict=True
     ):
-        features = model.features(x)
+        features = model.features(x.clone())  # a copy, for it may work in place
         logits = model.head(features)
         losses = nn.functional.cross_entropy(logits, own, reduction="none")
         columns["loss"].append(losses)
@@ -237,8 +245,8 @@ def detect(clean, attacked, *, folds: int = 5, seed: int = 0) -> Detection:
     from sklearn.model_selection import GroupKFold, cross_val_score
     from sklearn.tree import DecisionTreeClassifier
 
-    clean = checks.tensor("clean", clean, ("samples",)).double().cpu()
-    attacked = checks.tensor("attacked", attacked, (len(clean),)).double().cpu()
+    clean = checks.tensor("clean", clean, ("samples",)).detach().double().cpu()
+    attacked = checks.tensor("attacked", attacked, (len(clean),)).detach().double().cpu()
     checks.count("folds", folds, at_least=2, at_most=len(clean))
     checks.count("seed", seed, at_least=0, at_most=2**32 - 1)
     values = torch.cat([clean, attacked]).numpy()

@@ -31,6 +31,10 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Shape ``(samples,)``.
 
+    Raises:
+        ValueError: If the shapes disagree, there are fewer than 3 classes, or a logit is not
+            finite.
+
     Reference:
         Croce & Hein (2020). Reliable evaluation of adversarial robustness with an ensemble of
         diverse parameter-free attacks. ICML.
@@ -39,11 +43,7 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
         >>> dlr_loss(torch.tensor([[4.0, 1.0, 0.0]]), torch.tensor([0]))
         tensor([-0.7500])
     """
-    if logits.shape[1] < 3:
-        raise ValueError(f'loss="dlr" needs a model of at least 3 classes; got {logits.shape[1]}.')
-    top = logits.topk(3, dim=1).values
-    span = top[:, 0] - top[:, 2]
-    return -margin(logits, labels) / span.masked_fill(span == 0, 1.0)
+    return _dlr(*_checked_logits(logits, labels))
 
 
 def log_odds(logits: Tensor, labels: Tensor) -> Tensor:
@@ -61,12 +61,14 @@ def log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         In nats. Shape ``(samples,)``.
 
+    Raises:
+        ValueError: If the shapes disagree, there is a single class, or a logit is not finite.
+
     Example:
         >>> log_odds(torch.tensor([[200.0, 0.0, 0.0]]), torch.tensor([0]))
         tensor([-199.3069])
     """
-    own = labels[:, None]
-    return logits.scatter(1, own, -math.inf).logsumexp(dim=1) - logits.gather(1, own)[:, 0]
+    return _log_odds(*_checked_logits(logits, labels))
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
@@ -79,13 +81,14 @@ def margin(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         In the units of the logits. Shape ``(samples,)``.
 
+    Raises:
+        ValueError: If the shapes disagree, there is a single class, or a logit is not finite.
+
     Example:
         >>> margin(torch.tensor([[4.0, 1.0], [4.0, 1.0]]), torch.tensor([0, 1]))
         tensor([ 3., -3.])
     """
-    own = labels[:, None]
-    others = logits.scatter(1, own, -math.inf)
-    return logits.gather(1, own)[:, 0] - others.amax(dim=1)
+    return margins(*_checked_logits(logits, labels))
 
 
 def pgd(
@@ -245,10 +248,44 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels, reduction="none")
 
 
-_LOSSES = {"ce": _cross_entropy, "dlr": dlr_loss, "log-odds": log_odds}
+def _dlr(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.shape[1] < 3:
+        raise ValueError(f'loss="dlr" needs a model of at least 3 classes; got {logits.shape[1]}.')
+    top = logits.topk(3, dim=1).values
+    span = top[:, 0] - top[:, 2]
+    return -margins(logits, labels) / span.masked_fill(span == 0, 1.0)
+
+
+def _log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    own = labels[:, None]
+    return logits.scatter(1, own, -math.inf).logsumexp(dim=1) - logits.gather(1, own)[:, 0]
+
+
+def margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return :func:`margin` of logits that may be anything, unchecked."""
+    own = labels[:, None]
+    others = logits.scatter(1, own, -math.inf)
+    return logits.gather(1, own)[:, 0] - others.amax(dim=1)
+
+
+_LOSSES = {"ce": _cross_entropy, "dlr": _dlr, "log-odds": _log_odds}
+
+
+def _checked_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = checks.tensor("logits", logits, ("samples", "classes"))
+    n, k = logits.shape
+    if k < 2:
+        raise ValueError(f"logits must have at least 2 columns, one per class; got {k}.")
+    return logits, checks.labels("labels", labels, k, samples=n).to(logits.device)
+
+
+def _finite(amount: float, dtype: torch.dtype) -> float:
+    """Return ``amount``, or a number beyond any ball from which the projection leads back."""
+    return min(amount, torch.finfo(dtype).max / 4, 1e150)
 
 
 def _ascent(slope: Tensor, norm: Norm, step_size: float) -> Tensor:
+    step_size = _finite(step_size, slope.dtype)
     if norm == "linf":
         return step_size * slope.sign()
     axes, dtype, number = tuple(range(1, slope.ndim)), slope.dtype, torch.finfo(slope.dtype)
@@ -270,6 +307,7 @@ def _recorded(record: bool | int, steps: int) -> tuple[int, ...]:
 
 def _random_offsets(x: Tensor, norm: Norm, epsilon: float, seed: int | None) -> Tensor:
     random = None if seed is None else runtime.generator(seed)
+    epsilon = _finite(epsilon, x.dtype)
     if norm == "linf":
         return (epsilon * (2 * torch.rand(x.shape, generator=random) - 1)).to(x)
     noise = torch.randn(x.shape, generator=random, dtype=torch.float64).flatten(1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flatbook import checks, runtime
-from flatbook.attacks import margin
+from flatbook.attacks import margins
 from flatbook.threat import Attack, Norm, ball, checked, frozen
 
 
@@ -64,12 +64,12 @@ def random_search(
     project = ball(images, norm, epsilon, low, high)
     height, width = images.shape[2:]
 
-    def margins(candidates: Tensor) -> Tensor:
-        logits = [model(part.reshape(-1, *x.shape[1:])) for part in candidates.split(512)]
-        return margin(torch.cat(logits), y)
+    def certainty(candidates: Tensor) -> Tensor:
+        parts = candidates.clone().split(512)  # copied, for the model may work in place
+        return margins(torch.cat([model(part.reshape(-1, *x.shape[1:])) for part in parts]), y)
 
     with torch.no_grad():
-        best, least = images, margins(images)
+        best, least = images, certainty(images)
         if least.isnan().any():
             raise ValueError("model must return finite logits; got inf or nan.")
         for query in range(queries):
@@ -85,7 +85,7 @@ def random_search(
                 noise = noise * patch
                 change = 2 * epsilon * noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
             proposal = project(torch.where(patch, images + change, best))
-            reached = margins(proposal)
+            reached = certainty(proposal)
             better = reached < least
             best = torch.where(better.view(-1, 1, 1, 1), proposal, best)
             least = torch.where(better, reached, least)
@@ -181,7 +181,7 @@ class _PlainLayout(nn.Module):
 class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.clone()  # not a view, which no model could change in place
 
     @staticmethod
     def backward(ctx, slope: Tensor) -> Tensor:

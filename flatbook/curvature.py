@@ -352,7 +352,7 @@ def refused_by_name(
     """Return ``function(one)`` without gradients; if it fails, blame ``name`` in a ValueError."""
     try:
         with torch.no_grad():
-            return function(one)
+            return function(one.clone())  # for it may work in place
     except (RuntimeError, ValueError, IndexError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

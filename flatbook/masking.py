@@ -75,7 +75,8 @@ def masking_report(
     are masked.
 
     Args:
-        model: As for :func:`pgd`. With 2 classes DLR is left out.
+        model: As for :func:`pgd`. With 2 classes DLR is left out, and the attack in float64 if a
+            copy of the model cannot compute in it.
         x: As for :func:`pgd`.
         y: Their labels. Shape ``(samples,)``.
         norm: ``"linf"`` or ``"l2"``.
@@ -117,19 +118,20 @@ def masking_report(
         inputs = inputs.to(x.dtype)
         return inputs if epsilon == 0 else ball(x, norm, epsilon, low, high)(inputs)
 
+    @torch.no_grad()
+    def logits_of(inputs: Tensor) -> Tensor:  # a copy, for the model may work in place
+        return torch.cat([model(part.clone()) for part in inputs.split(batch_size)])
+
     def accuracy(inputs: Tensor) -> float:
-        parts = inputs.split(batch_size)
-        with torch.no_grad():
-            logits = torch.cat([model(part) for part in parts])
+        logits = logits_of(inputs)
         refuse_probabilities(logits)
         return (logits.argmax(dim=1) == y).double().mean().item()
 
-    with torch.no_grad():
-        logits = torch.cat([model(part) for part in x.split(batch_size)])
+    logits = logits_of(x)
     top = logits.double().topk(2, dim=1).values
     temperature = (top[:, 0] - top[:, 1]).median().item() or 1.0
     losses = ("ce", "log-odds", "dlr") if logits.shape[1] > 2 else ("ce", "log-odds")
-    wide = None if x.dtype == torch.float64 or x.device.type == "mps" else _doubled(model)
+    wide = _doubled(model, x)
     robust = {}
     for loss in losses:
         robust[loss] = accuracy(pgd(model, x, y, loss=loss, **climb).x_adv)
@@ -187,5 +189,14 @@ class _Tempered(nn.Module):
         return self.model(x) / self.temperature
 
 
-def _doubled(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double()
+def _doubled(model: nn.Module, x: Tensor) -> nn.Module | None:
+    """Return the model in float64; None if it is so already or cannot be."""
+    if x.dtype == torch.float64 or x.device.type == "mps":
+        return None
+    try:
+        twin = copy.deepcopy(model).double()
+        with torch.no_grad():
+            twin(x[:1].double())
+    except (RuntimeError, TypeError):  # such as a model that rounds its inputs to float32
+        return None
+    return twin

@@ -46,7 +46,7 @@ def input_gradient(
         )
     with torch.enable_grad():
         x = x.detach().requires_grad_()
-        losses = loss(model(x), y)
+        losses = loss(model(x.clone()), y)  # a copy, for the model may work in place
         slope = None
         if losses.requires_grad:
             (slope,) = torch.autograd.grad(losses.sum(), x, allow_unused=True)
@@ -117,6 +117,10 @@ def ball(
 def frozen(model: nn.Module) -> Iterator[None]:
     """Spare the weights their gradients inside the block."""
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if any(p.is_inference() for p in trainable):
+        raise ValueError(
+            "model must have been made outside torch.inference_mode; its weights allow no gradient."
+        )
     for parameter in trainable:
         parameter.requires_grad_(False)
     try:

@@ -183,6 +183,22 @@ def test_dlr_ignores_scale_and_shift(seed, scale, shift):
     assert_close(dlr_loss(logits + shift, labels), dlr_loss(logits, labels), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("loss", [margin, dlr_loss, log_odds])
+def test_losses_take_arrays_and_check_them(loss):
+    logits, labels = rand(4, 3), torch.tensor([0, 1, 2, 0])
+    found = loss(logits.numpy(), labels.int().numpy())
+    assert torch.equal(found, loss(logits, labels))
+    for wrong, message in (
+        ((logits, labels + 1), r"labels must lie in 0\.\.2"),
+        ((logits, labels[:2]), r"labels must have shape \(4\)"),
+        ((logits[0], labels), r"logits must have shape \(samples, classes\)"),
+        ((logits[:, :1], labels * 0), "logits must have at least 2 columns"),
+        ((logits / 0, labels), "logits must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(*wrong)
+
+
 def test_dlr_needs_three_classes():
     model, x, y = linear(randn(2, 3)), rand(4, 3), torch.zeros(4).long()
     message = r'loss="dlr" needs a model of at least 3 classes; got 2'
@@ -321,6 +337,22 @@ def test_a_step_of_the_least_size_is_possible():
     )
     assert 0.4999998 < attack.x_adv[0, 0] < x[0, 0]
     assert x[0, 1] < attack.x_adv[0, 1] < 0.6000002
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_steps_and_balls_of_any_size_give_numbers(norm, dtype):
+    # An infinite step would turn the entries of the gradient that are zero into nan.
+    model, x = linear([[1.0, 0.0], [-1.0, 0.0]]).to(dtype), torch.full((2, 2), 0.5, dtype=dtype)
+    y = torch.tensor([0, 1])
+    options = {"norm": norm, "epsilon": 0.25, "steps": 1}
+    attack = pgd(model, x, y, step_size=1e300, **options)
+    expected = torch.tensor([[0.25, 0.5], [0.75, 0.5]], dtype=torch.float64)
+    assert_close(attack.x_adv.double(), expected, rtol=0, atol=20 * torch.finfo(dtype).eps)
+    options["epsilon"] = 1e300
+    for start in (False, True):
+        attack = pgd(model, x, y, step_size=1e300, random_start=start, seed=0, **options)
+        assert ((attack.x_adv >= 0) & (attack.x_adv <= 1)).all()
 
 
 # --- the steps ----------------------------------------------------------------------------------
@@ -630,6 +662,49 @@ def test_the_weights_thaw_after_a_failure(passes):
     with pytest.raises(RuntimeError, match="no power"):
         pgd(Breaking(model, passes), x, y, norm="l2", epsilon=1, step_size=1, steps=4)
     assert [p.requires_grad for p in model.parameters()] == flags
+
+
+class InPlace(nn.Module):
+    """Normalises its inputs in place, as torch allows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.head, self.copies = inner, False
+
+    def features(self, x):
+        return x - 0.5 if self.copies else x.sub_(0.5)
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def test_models_that_work_in_place_change_no_inputs():
+    model = InPlace(linear([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0]])).eval()
+    x, y = rand(6, 3).float(), torch.arange(6) % 3
+    common = {"norm": "linf", "epsilon": 0.25}
+    outcomes = []
+    for copies in (False, True):
+        model.copies, given_x = copies, x.clone()
+        attack = pgd(model, given_x, y, step_size=0.125, steps=3, record=True, **common)
+        path = attack.path.clone()
+        seen = walk(model, attack.path, y)
+        found = random_search(model, given_x, y, queries=20, **common).x_adv
+        report = masking_report(model, given_x, y, steps=3, queries=5, **common)
+        share = zero_gradient_share(model, given_x, y)
+        assert torch.equal(given_x, x)
+        assert torch.equal(attack.path, path)
+        outcomes.append((path, seen.loss, found, report, share))
+    for one, other in zip(*outcomes, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_weights_from_inference_mode_are_named():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2).eval()
+    x, y = torch.rand(2, 2), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"made outside torch\.inference_mode"):
+        pgd(model, x, y, norm="linf", epsilon=0.1, step_size=0.1, steps=1)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_weights_are_frozen_inside_and_spared_their_gradients():
@@ -1034,6 +1109,16 @@ def test_scaled_heads_of_every_make():
         scaled(None, 2)
 
 
+@pytest.mark.parametrize("s", [1e300, 1e39, 1e-300])
+def test_scaled_heads_must_stay_numbers(s):
+    model = build("mlp", num_classes=3, width=5, input_shape=(4,), seed=0).eval()
+    with pytest.raises(ValueError, match="s must neither make the weight of the head infinite in"):
+        scaled(model, s)
+    nn.init.zeros_(model.head.bias)
+    assert scaled(model, 1e30)(rand(2, 4).float()).isfinite().all()
+    assert scaled(model.double(), 1e300).head.weight.isfinite().all()
+
+
 # --- random search ------------------------------------------------------------------------------
 
 
@@ -1224,6 +1309,11 @@ def test_detection_sees_what_single_precision_would_round_away():
     assert abs(noise.auc - 0.5) < 0.08
 
 
+def test_detection_takes_numbers_that_have_a_gradient():
+    clean = torch.zeros(10, requires_grad=True)
+    assert detect(clean, torch.ones(10)).auc == 1
+
+
 def test_detection_leaves_the_global_generators_alone():
     before = states()
     detect(randn(20), randn(20, seed=1))
@@ -1328,6 +1418,20 @@ def test_the_report_judges_inputs_inside_the_ball(digits, norm, epsilon):
     assert len(model.asked) > 20
     for asked in model.asked:
         assert_within(asked, x, norm, epsilon)
+
+
+def test_the_report_of_a_model_that_knows_no_float64():
+    class Rounding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.inner(x.float())
+
+    x, y = torch.rand(5, 4, generator=generator(0)), torch.arange(5) % 3
+    report = masking_report(Rounding().eval(), x, y, norm="linf", epsilon=0.1, steps=2, queries=2)
+    assert list(report.robust) == ["ce", "log-odds", "dlr", "transfer", "random search"]
 
 
 def test_the_report_of_other_models(digits):
