@@ -1,5 +1,6 @@
 """Hyper-parameters of a training run, and the learning rate they imply."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -117,16 +118,29 @@ class TrainConfig:
 def described(function: Callable) -> str:
     """Return the module and name of a function, by which checkpoints know it.
 
-    A dataclass that can be called is known by its fields, too.
+    A dataclass that can be called is known by its fields, too, and a `functools.partial` by its
+    arguments.
 
     Example:
         >>> described(math.hypot)
         'math.hypot'
+        >>> described(functools.partial(math.hypot, 3.0))
+        'math.hypot(3.0)'
     """
+    if isinstance(function, functools.partial):
+        options = [*map(_option, function.args)]
+        options += [f"{name}={_option(value)}" for name, value in function.keywords.items()]
+        return f"{described(function.func)}({', '.join(options)})"
     name = getattr(function, "__qualname__", None)
     if name is None:
         name = repr(function) if is_dataclass(function) else type(function).__qualname__
     return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def _option(value: object) -> str:
+    """Return how a value is written, if it is the same in every process; else its type."""
+    plain = value is None or isinstance(value, bool | int | float | str | tuple | list)
+    return repr(value) if plain else described(value) if callable(value) else type(value).__name__
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

@@ -193,7 +193,8 @@ def fit(
         device: Where to train; None is `flatbook.runtime.device`.
         adversary: Replaces each batch before the step: a function of the model, in evaluation
             mode, the inputs and the labels that returns inputs. With one that calls
-            `flatbook.adversarial.pgd`, this is adversarial training.
+            `flatbook.adversarial.pgd`, this is adversarial training. A checkpoint knows it by
+            name, a callable dataclass or a `functools.partial` by its options as well.
 
     Returns:
         The history, epochs before a resume included.
@@ -215,6 +216,11 @@ def fit(
     _check_config(config)
     checks.module("model", model)
     checks.count("checkpoint_every", checkpoint_every)
+    if adversary is not None and not callable(adversary):
+        raise ValueError(
+            "adversary must be a function of the model, the inputs and the labels, or None; "
+            f"got {adversary!r:.80}."
+        )
     model.to(_resolved(device))
     x, y = _checked(model, x, y)
     if config.channels_last:  # not before the first pass, in which lazy layers get their weights
@@ -290,12 +296,7 @@ def _epoch(model, optimizer, x, y, config, epoch, scaler, bar, adversary) -> dic
             if adversary is not None:
                 with evaluating(model):
                     attacked = adversary(model, inputs, labels)
-                if not isinstance(attacked, Tensor) or attacked.shape != inputs.shape:
-                    raise ValueError(
-                        "adversary must return inputs of the shape it was given, such as the "
-                        f"x_adv of an attack; got {type(attacked).__name__}."
-                    )
-                inputs = attacked.detach()
+                inputs = _as_given(attacked, inputs).detach()
             losses.append(_step(model, optimizer, inputs, labels, config, scaler, hits))
             sizes.append(len(rows))
             if bar.update(1):  # it was redrawn: show how the last batch went, too
@@ -307,6 +308,20 @@ def _epoch(model, optimizer, x, y, config, epoch, scaler, bar, adversary) -> dic
     if not torch.stack([t.isfinite().all() for t in (*model.parameters(), *model.buffers())]).all():
         raise DivergenceError("a weight or running statistic", epoch + 1, start)
     return {"loss": float(loss), "accuracy": int(torch.stack(hits).sum()) / len(x), "lr": start}
+
+
+def _as_given(attacked: object, inputs: Tensor) -> Tensor:
+    """Return what an adversary made of ``inputs``, if they can take their place."""
+    if isinstance(attacked, Tensor):
+        if (attacked.shape, attacked.dtype) == (inputs.shape, inputs.dtype):
+            return attacked
+        got = f"{attacked.dtype} of shape {tuple(attacked.shape)}"
+    else:
+        got = type(attacked).__name__
+    raise ValueError(
+        f"adversary must return inputs of the shape it was given, {tuple(inputs.shape)}, in "
+        f"{inputs.dtype}, such as the x_adv of an attack; got {got}."
+    )
 
 
 def _step(model, optimizer, inputs, labels, config, scaler, hits) -> Tensor:
@@ -354,7 +369,7 @@ def _evaluate(model: nn.Module, x: Tensor, y: Tensor, batch_size: int = 512) -> 
     losses, hits = [], []
     with evaluating(model):
         for inputs, labels in zip(x.split(batch_size), y.split(batch_size), strict=True):
-            logits = model(inputs)
+            logits = model(inputs.clone())  # for it may work in place
             losses.append(cross_entropy(_wide(logits), labels, reduction="sum"))
             hits.append((logits.argmax(dim=1) == labels).sum())
     loss = torch.stack(losses).cpu().double().sum() / len(x)

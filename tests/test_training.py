@@ -1,6 +1,7 @@
 """The training loop: it computes what a loop by hand would, and survives what happens to runs."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import pickle
@@ -1093,3 +1094,39 @@ def test_an_adversary_must_return_inputs():
                 model, x, y, norm="linf", epsilon=0.1, step_size=0.1, steps=1, box=(-9, 9)
             ),
         )
+
+
+def nudge(model, x, y, size):
+    return x + size
+
+
+def test_a_checkpoint_knows_the_arguments_of_a_partial(tmp_path):
+    x, y = images()
+    config, path = settings_for("sgd", epochs=1), tmp_path / "run.pt"
+    for _ in range(2):
+        fit(network(), x, y, config, adversary=functools.partial(nudge, size=1), checkpoint=path)
+    other = functools.partial(nudge, size=2)
+    with pytest.raises(CheckpointError, match=r"nudge\(size=1\)' *, not .*nudge\(size=2\)"):
+        fit(network(), x, y, config, adversary=other, checkpoint=path)
+
+
+@pytest.mark.parametrize(
+    ("adversary", "message"),
+    [
+        ("pgd", "adversary must be a function of the model.*; got 'pgd'"),
+        (lambda model, x, y: x.double(), r"float32, such .*; got torch\.float64 of shape \(16, 1"),
+        (lambda model, x, y: x[:2], r"shape it was given, \(16, 1, .* of shape \(2, 1, 8, 8\)"),
+    ],
+)
+def test_adversaries_that_return_something_else_are_named(adversary, message):
+    with pytest.raises(ValueError, match=message):
+        fit(network(), *images(), settings_for("sgd"), adversary=adversary)
+
+
+def test_models_that_work_in_place_change_no_data():
+    x, y = images()
+    given = x.clone()
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
+    fit(model, given, y, settings_for("sgd", epochs=1), eval_data=(given, y))
+    evaluate(model, given, y)
+    assert torch.equal(given, x)
