@@ -143,6 +143,11 @@ def test_run_refuses(folder, arguments, message):
     assert not folder.exists() or not any(folder.iterdir())
 
 
+def test_run_where_nothing_can_be_written(folder, tmp_path):
+    path = tmp_path / f"{'x' * 250}.json"  # the name of the record would do, that of a probe not
+    assert f"{path.name}: cannot be written: " in error("run", "tiny", "--out", path)
+
+
 def test_run_into_a_file(folder, tmp_path):
     (tmp_path / "file").write_text("")
     assert "file: " in error("run", "tiny", "--out", tmp_path / "file" / "x.json")

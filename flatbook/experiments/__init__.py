@@ -191,8 +191,11 @@ def _check_writable(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
     probe = path.with_name(f".{path.name}.probe")
-    probe.touch()
-    probe.unlink()
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:  # it names the file that was asked for, not the probe
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
 
 
 def _default_workers() -> int:
