@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flatbook.adversarial import first_step, pgd, walk
 from flatbook.data import load
 from flatbook.experiments import Outcome
-from flatbook.experiments.robustness import QUARTILES, gather, quantiles
-from flatbook.models import Classifier, build
+from flatbook.experiments.robustness import QUARTILES, gather, prepared, quantiles
+from flatbook.models import Classifier
 from flatbook.runtime import device
 from flatbook.sharpness import hessian_trace
-from flatbook.training import TrainConfig, evaluate, fit
+from flatbook.training import evaluate, fit
 from flatbook.units import units
 
 TWINS = ("clean", "adversarial")
@@ -115,24 +115,7 @@ def measure(task) -> dict:
     """Train one twin and return its accuracy, the width of its basins and its curvature."""
     config, twin, seed = task
     data = load(config.dataset, n_train=config.n_train)
-    settings = TrainConfig(
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        warmup=config.warmup,
-        precision=config.precision,
-        channels_last=True,
-        augment=config.augment,
-        seed=seed,
-    )
-    model = build(
-        config.model,
-        num_classes=data.num_classes,
-        in_channels=data.train.x.shape[1],
-        width=config.width,
-        seed=seed,
-    )
+    model, settings = prepared(config, data, config.model, config.width, config.epochs, seed)
     adversary = Adversary(config.precision) if twin == "adversarial" else None
     fit(model, data.train.x, data.train.y, settings, adversary=adversary, progress=False)
     model.eval()

@@ -211,12 +211,12 @@ def _loaded(dataset: str, n_train: int | None) -> Dataset:
     return load(dataset, n_train=n_train)
 
 
-def trained(task) -> Classifier:
-    """Return the network of a task in evaluation mode, trained or loaded."""
-    config, dataset, network, seed, folder = task
-    data = _data(config, dataset)
+def prepared(
+    config, data: Dataset, name: str, width: int | None, epochs: int, seed: int
+) -> tuple[Classifier, TrainConfig]:
+    """Return a fresh network and how to train it; both follow from the seed."""
     settings = TrainConfig(
-        epochs=network.epochs[dataset],
+        epochs=epochs,
         batch_size=config.batch_size,
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -227,11 +227,21 @@ def trained(task) -> Classifier:
         seed=seed,
     )
     model = build(
-        network.model,
+        name,
         num_classes=data.num_classes,
         in_channels=data.train.x.shape[1],
-        width=network.width,
+        width=width,
         seed=seed,
+    )
+    return model, settings
+
+
+def trained(task) -> Classifier:
+    """Return the network of a task in evaluation mode, trained or loaded."""
+    config, dataset, network, seed, folder = task
+    data = _data(config, dataset)
+    model, settings = prepared(
+        config, data, network.model, network.width, network.epochs[dataset], seed
     )
     file = folder / f"weights-{dataset}-{network.model}-{seed}.pt"
     fit(model, data.train.x, data.train.y, settings, checkpoint=file, progress=False)
