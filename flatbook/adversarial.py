@@ -19,7 +19,7 @@ from flatbook.attacks import (
 from flatbook.blackbox import auto_attack, random_search
 from flatbook.curvature import refused_by_name
 from flatbook.masking import MaskingReport, masking_report, saturated
-from flatbook.models import Classifier
+from flatbook.models import Classifier, headed
 from flatbook.sharpness import SharpnessKind, doubt, relative_sharpness
 from flatbook.threat import Attack, Norm, input_gradient, refuse_another_type, refuse_training
 
@@ -155,13 +155,8 @@ def walk(
         >>> walk(model, torch.rand(6, 5, 4), torch.zeros(5).long()).loss.shape
         torch.Size([6, 5])
     """
-    checks.module("model", model)
     checks.count("batch_size", batch_size)
-    if not isinstance(getattr(model, "head", None), nn.Linear) or not callable(
-        getattr(model, "features", None)
-    ):
-        raise ValueError(f"model must have features and a linear head; got {type(model).__name__}.")
-    refuse_training(model)
+    refuse_training(headed(model))
     axes = max(getattr(path, "ndim", 3), 3)
     path = checks.tensor("path", path, ("steps", "samples", *[None] * (axes - 2)))
     steps, samples = path.shape[:2]

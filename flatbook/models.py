@@ -211,6 +211,22 @@ def build(
         return model
 
 
+def headed(model: nn.Module) -> nn.Module:
+    """Return ``model`` if it splits into features and a linear head, as classifiers here do.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    checks.module("model", model)
+    splits = callable(getattr(model, "features", None))
+    if not splits or not isinstance(getattr(model, "head", None), nn.Linear):
+        raise ValueError(
+            f"model must have features and a linear head; got {type(model).__name__}. Those of "
+            "flatbook.models.build have both."
+        )
+    return model
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Put ``model`` in evaluation mode inside the block; after it every layer has its own mode.

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from flatbook import checks, runtime
@@ -23,7 +23,7 @@ from flatbook.curvature import (
     top_eigenvalue,
 )
 from flatbook.landscape import Landscape, loss_landscape
-from flatbook.models import Classifier, evaluating
+from flatbook.models import Classifier, evaluating, headed
 
 __all__ = [
     "Eigenvalue",
@@ -343,19 +343,12 @@ def sharpness_of(
     """
     checks.count("batch_size", batch_size)
     checks.choice("kind", kind, get_args(SharpnessKind))
-    checks.module("model", model)
-    features, head = getattr(model, "features", None), getattr(model, "head", None)
-    if not callable(features) or not isinstance(head, nn.Linear):
-        raise ValueError(
-            "model must have features and a linear head, as those of flatbook.models.build have; "
-            f"got {type(model).__name__}."
-        )
-    weight = head.weight.detach()
+    weight = headed(model).head.weight.detach()
     x = checks.tensor("x", x, ("samples", *(None,) * (np.ndim(x) - 1)))
     values = []
     with evaluating(model), torch.no_grad():
         one = x[:1].to(weight.device, weight.dtype)
-        refused_by_name(lambda x: head(features(x)), one, size=len(x))
+        refused_by_name(lambda x: model.head(model.features(x)), one, size=len(x))
         for batch in x.split(batch_size):
             phi = model.features(batch.to(weight.device, weight.dtype))
             values.append(relative_sharpness(weight, phi, model.head(phi), kind=kind))

@@ -37,6 +37,17 @@ def _prepared(set_name: str, *arguments, otherwise) -> Path:
     return root
 
 
+@pytest.fixture
+def one_thread():
+    """Compute with one torch thread, whose sums are the same on every machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

@@ -39,16 +39,9 @@ from flatbook.sharpness import doubt, relative_sharpness
 from flatbook.threat import ball
 from flatbook.training import TrainConfig, fit
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NORMS = ("linf", "l2")
 LOSSES = ("ce", "dlr", "log-odds")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,7 @@ from flatbook.models import build
 from flatbook.runtime import generator
 from flatbook.sharpness import hessian_trace
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rand(*shape, seed=0):

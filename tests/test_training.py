@@ -32,15 +32,8 @@ from flatbook.optim import ASAM, GSAM, SAM, LookSAM, MicroBatchSAM
 from flatbook.runtime import forked_seed, generator
 from flatbook.training import DivergenceError, History, evaluate, fit, make_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIMIZERS = ["sgd", "adam", "adamw", "sam", "asam", "gsam", "looksam", "msam"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def images(n=60, seed=0, noise=0.3):

@@ -74,6 +74,11 @@ class Outcome:
     data: Mapping[str, str] = field(default_factory=dict)
 
 
+def gather(runs: list[dict]) -> dict:
+    """Turn a list of measurements into a measurement of lists, one entry a seed."""
+    return {name: [run[name] for run in runs] for name in runs[0]}
+
+
 class Experiment(Protocol):
     """What the module of an experiment offers; see the top of this page."""
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatbook.adversarial import first_step, pgd, walk
 from flatbook.data import load
-from flatbook.experiments import Outcome
-from flatbook.experiments.robustness import QUARTILES, gather, prepared, quantiles
+from flatbook.experiments import Outcome, gather
+from flatbook.experiments.robustness import QUARTILES, prepared, quantiles
 from flatbook.models import Classifier
 from flatbook.runtime import device
 from flatbook.sharpness import hessian_trace

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatbook.data import Dataset, load
-from flatbook.experiments import Outcome
+from flatbook.experiments import Outcome, gather
 from flatbook.landscape import loss_landscape
 from flatbook.models import Classifier, build
 from flatbook.runtime import device
@@ -143,11 +143,6 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     }
     data = _data(config)
     return Outcome({"methods": values}, seeds=range(config.seeds), data={data.name: data.checksum})
-
-
-def gather(runs: list[dict]) -> dict:
-    """Turn a list of measurements into a measurement of lists, one entry a seed."""
-    return {name: [run[name] for run in runs] for name in runs[0]}
 
 
 def _data(config: Config) -> Dataset:

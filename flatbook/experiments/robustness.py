@@ -25,8 +25,9 @@ from flatbook.adversarial import (
     zero_gradient_share,
 )
 from flatbook.data import Dataset, load
-from flatbook.experiments import Outcome
+from flatbook.experiments import Outcome, gather
 from flatbook.models import Classifier, build
+from flatbook.registry import SETS
 from flatbook.runtime import device
 from flatbook.sharpness import relative_sharpness, sharpness_of
 from flatbook.training import TrainConfig, evaluate, fit
@@ -195,15 +196,9 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     return Outcome(values, seeds=seeds, data={d.name: d.checksum for d in data})
 
 
-def gather(runs: list[dict]) -> dict:
-    """Turn a list of measurements into a measurement of lists, one entry a seed."""
-    return {name: [run[name] for run in runs] for name in runs[0]}
-
-
 def _data(config: Config, dataset: str) -> Dataset:
-    # CIFAR-100's subset has 20,000 images.
-    n_train = config.n_train and min(config.n_train, 20_000 if "subset" in dataset else 50_000)
-    return _loaded(dataset, n_train)
+    most, _ = SETS[dataset].sizes
+    return _loaded(dataset, config.n_train and min(config.n_train, most))
 
 
 @functools.lru_cache(1)
