@@ -123,7 +123,7 @@ def _by_rows(function, logits, labels):
     *shape, classes = z.shape
     if classes < 2:
         raise ValueError(f"logits must have at least 2 classes; got {classes}.")
-    if np.ndim(labels_given) == axes - 1:
+    if len(shape) == 1 or np.ndim(labels_given) == len(shape):
         y = checks.tensor("labels", labels_given, tuple(shape), floating=False)
         y = checks.labels("labels", y.reshape(-1), classes)
     else:

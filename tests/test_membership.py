@@ -814,3 +814,10 @@ def test_other_refusals():
         threshold_attack(SIGNAL, SHADOWS, DESIGN, [0.0, 0.0, 1.0])
     with pytest.raises(ValueError, match=r"shadow_signals must have shape \(models, 2\)"):
         threshold_attack(SIGNAL[:2], SHADOWS, DESIGN, [0, 0])
+
+
+@pytest.mark.parametrize("function", [logit_signal, confidence, modified_entropy])
+@pytest.mark.parametrize("labels", [None, "x", -1, np.nan, np.zeros((1, 3)), {}, True])
+def test_labels_of_one_model_are_refused_by_name(function, labels):
+    with pytest.raises(ValueError, match=r"^labels must "):
+        function(np.zeros((8, 4)), labels)
