@@ -26,6 +26,7 @@ ORDER = [
     "threat", "attacks", "blackbox", "masking", "adversarial",
     "convolution", "lipschitz", "rise", "certificates",
     "signals", "rates", "likelihood", "membership", "memorization",
+    "comparison", "audit",
     "unlearning", "theory", "reconstruction", "language", "prompts",
     "results", "plotting", "notebook", "units", "experiments", "cli",
 ]

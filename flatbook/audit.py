@@ -1,0 +1,128 @@
+"""Attack every model of an ensemble with the help of the others."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from flatbook import checks
+from flatbook.arrays import checked_design
+from flatbook.membership import (
+    confidence,
+    lira,
+    logit_signal,
+    modified_entropy,
+    rmia,
+    threshold_attack,
+)
+
+__all__ = ["ATTACKS", "attack_each", "in_turn"]
+
+ATTACKS = ("confidence", "entropy", "rmia", "lira", "lira-pooled", "lira-offline")
+"""The names of the attacks.
+
+``confidence`` and ``entropy`` are `threshold_attack` on `logit_signal` and on the negative
+`modified_entropy`; ``lira`` is the online form with a spread for each point, ``lira-pooled`` with
+one for all, and ``lira-offline`` the offline form with one for all.
+"""
+
+
+def attack_each(
+    logits,
+    labels,
+    design,
+    eval_logits,
+    eval_labels,
+    *,
+    attacks: Sequence[str] = ATTACKS,
+    gamma: float = 1.0,
+    a: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Take each model in turn as the target and all others as its shadow models.
+
+    Args:
+        logits: Of each model on all points. Shape ``(models, points, classes)``.
+        labels: The classes of the points. Shape ``(points,)``.
+        design: Which model was trained on which point. Shape ``(models, points)``.
+        eval_logits: On points that no model was trained on, the population of
+            `flatbook.membership.rmia`. Shape ``(models, evaluated, classes)``.
+        eval_labels: Their classes. Shape ``(evaluated,)``.
+        attacks: Some of :data:`ATTACKS`.
+        gamma: Of RMIA.
+        a: Of RMIA.
+
+    Returns:
+        The scores of each attack, by name; higher for members. Shapes ``(models, points)``.
+
+    Raises:
+        ValueError: If the shapes disagree, an attack is unknown, a class is always in or always
+            out, or a point is in or out of too few other models: two, and three for ``lira``.
+
+    Example:
+        Every model is surer of what it has seen.
+
+        >>> from flatbook import balanced_design, roc
+        >>> design, labels = balanced_design(8, 20), np.arange(20) % 2
+        >>> logits = np.zeros((8, 20, 2))
+        >>> logits[:, np.arange(20), labels] = 1.0 + design
+        >>> scores = attack_each(logits, labels, design, logits, labels)
+        >>> roc(scores["confidence"], design).auc
+        1.0
+    """
+    for attack in attacks:
+        checks.choice("attacks", attack, ATTACKS)
+    signals = logit_signal(logits, labels)
+    signals = signals.numpy() if isinstance(signals, Tensor) else signals
+    models, points = signals.shape
+    needed = 3 if "lira" in attacks else 2
+    included = checked_design(design, models, points, least=needed)
+    labels, eval_labels = np.asarray(labels), np.asarray(eval_labels)
+    entropies = -np.asarray(modified_entropy(logits, labels)) if "entropy" in attacks else None
+    if "rmia" in attacks:
+        confidences = np.asarray(confidence(logits, labels))
+        population = np.asarray(confidence(eval_logits, eval_labels))
+        if len(population) != models:
+            raise ValueError(
+                f"eval_logits must come from {models} models, as logits do; got {len(population)}."
+            )
+    found = {attack: np.empty((models, points)) for attack in attacks}
+    for target, others in in_turn(models):
+        own, shadows, seen = signals[target], signals[others], included[others]
+        for attack, scores in found.items():
+            if attack == "confidence":
+                scores[target] = threshold_attack(own, shadows, seen, labels)
+            elif attack == "entropy":
+                scores[target] = threshold_attack(
+                    entropies[target], entropies[others], seen, labels
+                )
+            elif attack == "rmia":
+                scores[target] = rmia(
+                    confidences[target],
+                    confidences[others],
+                    seen,
+                    population[target],
+                    population[others],
+                    gamma=gamma,
+                    a=a,
+                )
+            else:
+                scores[target] = lira(
+                    own,
+                    shadows,
+                    seen,
+                    mode="offline" if attack == "lira-offline" else "online",
+                    variance="per-example" if attack == "lira" else "pooled",
+                    log=True,
+                )
+    return found
+
+
+def in_turn(models: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each model's number with those of all others.
+
+    Example:
+        >>> [(target, others.tolist()) for target, others in in_turn(3)]
+        [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])]
+    """
+    for target in range(models):
+        yield target, np.delete(np.arange(models), target)
