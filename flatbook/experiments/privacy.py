@@ -223,9 +223,10 @@ def points_of(pool: Pool, n_eval: int) -> Dataset:
 def shared_design(points: int, models: int) -> np.ndarray:
     """Draw a design in which each point is in half of the models, and of each block of 16.
 
-    So an ensemble of 16 shares its training sets with the first 16 models of a larger one.
+    So an ensemble of 16 shares its training sets with the first 16 models of a larger one. If 16
+    does not divide the models, the largest even number below it that does takes its place.
     """
-    size = min(_BLOCK, models)
+    size = next(s for s in range(_BLOCK, 1, -2) if models % s == 0)
     blocks = [balanced_design(size, points, seed=seed) for seed in range(models // size)]
     return np.concatenate(blocks)
 
