@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from flatbook import checks
-from flatbook.arrays import checked_design
+from flatbook.arrays import as_array, checked_design, listed, whole
 from flatbook.membership import (
     confidence,
     lira,
@@ -41,22 +40,26 @@ def attack_each(
     """Take each model in turn as the target and all others as its shadow models.
 
     Args:
-        logits: Of each model on all points. Shape ``(models, points, classes)``.
+        logits: Of each model on all points, as in `flatbook.ensembles.Ensemble`. Shape
+            ``(models, points, classes)``.
         labels: The classes of the points. Shape ``(points,)``.
         design: Which model was trained on which point. Shape ``(models, points)``.
         eval_logits: On points that no model was trained on, the population of
-            `flatbook.membership.rmia`. Shape ``(models, evaluated, classes)``.
+            `flatbook.membership.rmia`; only that reads them. Shape
+            ``(models, evaluated, classes)``.
         eval_labels: Their classes. Shape ``(evaluated,)``.
         attacks: Some of :data:`ATTACKS`.
         gamma: Of RMIA.
         a: Of RMIA.
 
     Returns:
-        The scores of each attack, by name; higher for members. Shapes ``(models, points)``.
+        The scores of each attack, by name, in float64; higher for members. Arrays of shape
+        ``(models, points)``.
 
     Raises:
-        ValueError: If the shapes disagree, an attack is unknown, a class is always in or always
-            out, or a point is in or out of too few other models: two, and three for ``lira``.
+        ValueError: If the shapes disagree, a logit is not finite, an attack is unknown, a point is
+            in or out of fewer than two models, or three for ``lira``, or what remains without a
+            target does not do for one of the attacks, see their pages.
 
     Example:
         Every model is surer of what it has seen.
@@ -71,20 +74,20 @@ def attack_each(
     """
     for attack in attacks:
         checks.choice("attacks", attack, ATTACKS)
+    logits = as_array("logits", logits, ("models", "points", "classes"))
+    models, points, classes = logits.shape
+    labels = whole("labels", labels, (points,))
     signals = logit_signal(logits, labels)
-    signals = signals.numpy() if isinstance(signals, Tensor) else signals
-    models, points = signals.shape
-    needed = 3 if "lira" in attacks else 2
-    included = checked_design(design, models, points, least=needed)
-    labels, eval_labels = np.asarray(labels), np.asarray(eval_labels)
-    entropies = -np.asarray(modified_entropy(logits, labels)) if "entropy" in attacks else None
+    included = checked_design(design, models, points, least=3 if "lira" in attacks else 2)
+    entropies = -modified_entropy(logits, labels) if "entropy" in attacks else None
     if "rmia" in attacks:
-        confidences = np.asarray(confidence(logits, labels))
-        population = np.asarray(confidence(eval_logits, eval_labels))
-        if len(population) != models:
-            raise ValueError(
-                f"eval_logits must come from {models} models, as logits do; got {len(population)}."
-            )
+        eval_logits = as_array("eval_logits", eval_logits, (models, "evaluated", classes))
+        evaluated = eval_logits.shape[1]
+        eval_labels = checks.labels(
+            "eval_labels", listed("eval_labels", eval_labels), classes, samples=evaluated
+        )
+        confidences = confidence(logits, labels)
+        population = confidence(eval_logits, eval_labels.cpu().numpy())
     found = {attack: np.empty((models, points)) for attack in attacks}
     for target, others in in_turn(models):
         own, shadows, seen = signals[target], signals[others], included[others]

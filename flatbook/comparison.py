@@ -6,18 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from flatbook import checks
-from flatbook.arrays import as_array, flags_array
+from flatbook.arrays import as_array, flags_array, listed
 
 __all__ = ["Estimate", "Resamples", "mean_auc", "mean_rate", "pooled_tpr", "resamples"]
 
-_ENTRIES = 2**22  # of the weights of pooled scores held at once
+_ENTRIES = 2**20  # of the weights of pooled scores held at once
 
 
 @dataclass(frozen=True, eq=False)
 class Resamples:
     """How often each model and each point is drawn in each resample.
 
-    The first row is the sample as it is, all ones.
+    A pair of a model and a point counts as often as the two numbers' product. The first row is the
+    sample as it is, all ones.
 
     Attributes:
         models: Shape ``(1 + draws, models)``.
@@ -30,18 +31,28 @@ class Resamples:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A number and what it was in each resample; differences and other functions keep the pairing.
+    """A number and what it was in each resample.
+
+    ``a - b``, and :meth:`of` for any other function, take the two resample by resample: what a
+    resample does to both cancels, so the interval of a difference is narrower than those of its
+    parts suggest. Both must come from equal resamples.
 
     Attributes:
-        value: Of the sample.
-        draws: Of its resamples. Shape ``(draws,)``.
+        value: Of the sample itself.
+        draws: Of its resamples; nan where one left nothing to compute. Shape ``(draws,)``.
     """
 
     value: float
     draws: np.ndarray
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the percentile interval, nan if a resample gave none.
+        """Return the percentile interval: quantiles of the draws.
+
+        Args:
+            level: Its nominal coverage.
+
+        Returns:
+            The lower and the upper end; nan if a draw is.
 
         Raises:
             ValueError: If ``level`` is not strictly between 0 and 1.
@@ -52,6 +63,11 @@ class Estimate:
         return float(low), float(high)
 
     def __sub__(self, other: "Estimate") -> "Estimate":
+        if len(self.draws) != len(other.draws):
+            raise ValueError(
+                "estimates must come from the same resamples to be subtracted; "
+                f"got {len(self.draws)} and {len(other.draws)} draws."
+            )
         return Estimate(self.value - other.value, self.draws - other.draws)
 
     def recorded(self) -> list[float]:
@@ -110,13 +126,17 @@ def resamples(num_models: int, num_points: int, *, draws: int = 400, seed: int =
 def mean_auc(scores, members, drawn: Resamples) -> Estimate:
     """Average over models the area under the curve of an attack on each.
 
+    Scores of different models are never compared, so they need no common scale. In a resample
+    each area is that of its points, repeated as often as they were drawn; a model that has then
+    no member or no other left is left out of the mean.
+
     Args:
         scores: Higher for members; may be infinite. Shape ``(models, points)``.
         members: Which point was a member for which model. Shape ``(models, points)``.
         drawn: See :func:`resamples`.
 
     Returns:
-        The mean of `flatbook.membership.roc`'s areas.
+        The mean of `flatbook.membership.roc`'s areas; a draw is nan if it left out every model.
 
     Raises:
         ValueError: If the shapes disagree, a score is nan, or a model has only members or none.
@@ -128,17 +148,23 @@ def mean_auc(scores, members, drawn: Resamples) -> Estimate:
     """
     scores, flags = _paired(scores, members, drawn)
     areas = np.empty(drawn.models.shape)
+    drawn_points = np.ascontiguousarray(drawn.points.T, dtype=np.float64)  # whole numbers: exact
+    outside = np.empty((scores.shape[1] + 1, len(areas)))
     for model, (own, mask) in enumerate(zip(scores, flags, strict=True)):
-        order = np.argsort(own, kind="stable")
-        weights, mask = drawn.points[:, order], mask[order]
-        starts = np.flatnonzero(np.append(True, np.diff(own[order]) != 0))
-        inside = np.add.reduceat(weights * mask, starts, axis=1)
-        outside = np.add.reduceat(weights * ~mask, starts, axis=1)
-        below = np.cumsum(outside, axis=1) - outside
-        pairs = inside.sum(axis=1) * outside.sum(axis=1)
-        won = (inside * (below + outside / 2)).sum(axis=1)
+        others = np.flatnonzero(~mask)
+        others = others[np.argsort(own[others])]
+        below = outside[: len(others) + 1]  # how many draws of others lie below each place
+        below[0] = 0
+        np.cumsum(drawn_points[others], axis=0, out=below[1:])
+        weights = drawn_points[mask]
+        first, last = (np.searchsorted(own[others], own[mask], side=s) for s in ("left", "right"))
+        won = np.einsum("pr,pr->r", weights, below[first])
+        tied = first != last
+        if tied.any():  # an other with the same score is half below
+            level = below[last[tied]] - below[first[tied]]
+            won += np.einsum("pr,pr->r", weights[tied], level) / 2
         with np.errstate(invalid="ignore", divide="ignore"):
-            areas[:, model] = won / pairs
+            areas[:, model] = won / (weights.sum(axis=0) * below[-1])
     missing = np.isnan(areas)  # a resample without members of a model leaves that model out
     weights = drawn.models * ~missing
     total = (weights * np.where(missing, 0, areas)).sum(axis=1)
@@ -152,11 +178,12 @@ def pooled_tpr(scores, members, fpr: float, drawn: Resamples) -> Estimate:
     Args:
         scores: Comparable between models, as likelihood ratios are. Shape ``(models, points)``.
         members: Which point was a member for which model. Shape ``(models, points)``.
-        fpr: The false positive rate not to be exceeded.
+        fpr: The false positive rate not to be exceeded, in [0, 1].
         drawn: See :func:`resamples`.
 
     Returns:
-        The rate of `flatbook.membership.roc` over all pairs of a model and a point.
+        The rate of `flatbook.membership.roc` over all pairs of a model and a point; in a
+        resample the threshold is chosen anew. A draw without members or without others is nan.
 
     Raises:
         ValueError: As for :func:`mean_auc`, or if ``fpr`` is out of range.
@@ -172,13 +199,11 @@ def pooled_tpr(scores, members, fpr: float, drawn: Resamples) -> Estimate:
     ordered, mask = scores.ravel()[order], flags.ravel()[order]
     model, point = np.unravel_index(order, scores.shape)
     ends = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-    all_hits = ((drawn.models @ flags.astype(np.int64)) * drawn.points).sum(axis=1)
-    all_alarms = ((drawn.models @ (~flags).astype(np.int64)) * drawn.points).sum(axis=1)
+    all_hits, all_alarms = _drawn_pairs(drawn, flags), _drawn_pairs(drawn, ~flags)
     rates = np.empty(len(drawn.models))
     step = max(1, _ENTRIES // order.size)
     for start in range(0, len(rates), step):
         rows = slice(start, start + step)
-        limit = fpr * all_alarms[rows, None]
         size = max(64, round(4 * fpr * order.size))
         while True:  # the strictest scores decide, unless few non-members were drawn among them
             last = ends[: np.searchsorted(ends, size) + 1]
@@ -186,11 +211,15 @@ def pooled_tpr(scores, members, fpr: float, drawn: Resamples) -> Estimate:
             weights = drawn.models[rows][:, model[kept]] * drawn.points[rows][:, point[kept]]
             hits = np.cumsum(weights * mask[kept], axis=1)[:, last]
             alarms = np.cumsum(weights * ~mask[kept], axis=1)[:, last]
-            if len(last) == len(ends) or (alarms[:, -1:] > limit).all():
-                break
+            with np.errstate(invalid="ignore"):
+                # The quotient itself, as in `roc`: 0.29 of 100 rounds to less than 29.
+                allowed = alarms / all_alarms[rows, None] <= fpr
+                if len(last) == len(ends) or not allowed[:, -1].any():
+                    break
             size *= 4
         with np.errstate(invalid="ignore"):
-            rates[rows] = np.where(alarms <= limit, hits, 0).max(axis=1) / all_hits[rows]
+            rates[rows] = np.where(allowed, hits, 0).max(axis=1) / all_hits[rows]
+    rates[all_alarms == 0] = np.nan
     return _estimate(rates)
 
 
@@ -202,8 +231,11 @@ def mean_rate(flags, chosen, drawn: Resamples) -> Estimate:
         chosen: Which pairs count. Shape ``(models, points)``.
         drawn: See :func:`resamples`.
 
+    Returns:
+        The mean over chosen pairs; a draw is nan if it has none.
+
     Raises:
-        ValueError: If the shapes disagree or no pair is chosen.
+        ValueError: If the shapes disagree, a number is not finite, or no pair is chosen.
 
     Example:
         >>> mean_rate(np.eye(2), np.ones((2, 2)), resamples(2, 2)).value
@@ -214,14 +246,20 @@ def mean_rate(flags, chosen, drawn: Resamples) -> Estimate:
     counted = flags_array("chosen", chosen, shape).astype(np.float64)
     if not counted.any():
         raise ValueError("chosen must choose a pair; got none.")
-    total = ((drawn.models @ (values * counted)) * drawn.points).sum(axis=1)
     with np.errstate(invalid="ignore"):
-        return _estimate(total / ((drawn.models @ counted) * drawn.points).sum(axis=1))
+        return _estimate(_drawn_pairs(drawn, values * counted) / _drawn_pairs(drawn, counted))
+
+
+def _drawn_pairs(drawn, values):
+    """Return the sum of values in each resample."""
+    return ((drawn.models @ values.astype(np.float64)) * drawn.points).sum(axis=1)
 
 
 def _paired(scores, members, drawn):
     shape = drawn.models.shape[1], drawn.points.shape[1]
-    value = checks.tensor("scores", scores, shape, floating=False).detach().cpu().double()
+    value = checks.tensor("scores", listed("scores", scores), shape, floating=False).detach().cpu()
+    if value.is_complex():
+        raise ValueError(f"scores must be real; got {value.dtype}.")
     if value.isnan().any():
         raise ValueError("scores must be numbers or infinite; got nan.")
     flags = flags_array("members", members, shape)
@@ -231,7 +269,7 @@ def _paired(scores, members, drawn):
             "members must hold both members and non-members of each model; "
             f"model {one_sided.argmax()} has only one kind."
         )
-    return value.numpy(), flags
+    return value.double().numpy(), flags
 
 
 def _estimate(values) -> Estimate:

@@ -52,6 +52,7 @@ EXPERIMENTS: dict[str, str] = {
     "robustness": "Sharpness along attacks, scaled heads, masked gradients and certificates.",
     "adversarial-training": "How far adversarial training widens the basin of clean images.",
     "privacy": "Membership attacks on SGD and the SAM family, by data, network and fit.",
+    "memorization": "What SGD and SAM remember, whom it helps, and whom the attack finds.",
     "prompts": "A suffix that makes a language model answer wrongly, and sharpness along the way.",
 }
 """The one-line description of each experiment, by name."""

@@ -22,7 +22,7 @@ from flatbook.experiments import Outcome
 from flatbook.membership import balanced_accuracy, lira, logit_signal, roc
 from flatbook.models import build
 from flatbook.registry import SETS
-from flatbook.training import TrainConfig, evaluate, fit
+from flatbook.training import DivergenceError, TrainConfig, evaluate, fit
 from flatbook.units import units
 
 RATES = (0.001, 0.01)
@@ -112,7 +112,7 @@ def grid(pool: str, models: int, epochs: Sequence[int], radii: Sequence[float]) 
     ]
 
 
-_CNN = Pool("cifar10", 1600, "small-cnn", 12, lr=0.15)
+_CNN = Pool("cifar10", 1600, "small-cnn", 12, lr=0.1, warmup=3.0)
 _MLP = Pool("fashion-mnist", 1600, "mlp", 64, lr=0.05)
 CONFIGS = {
     "quick": Config(
@@ -136,11 +136,11 @@ CONFIGS = {
             "adult": Pool("adult", 3000, "mlp", 64, lr=0.05),
         },
         (
-            Cell("cifar10", "sgd", None, 40, 64),
-            Cell("cifar10", "sam", 0.05, 40, 64),
-            *(Cell("cifar10", name, None, 40, 16) for name in ("asam", "gsam", "looksam", "msam")),
-            *grid("cifar10", 16, (12, 24), (0.05,)),
-            Cell("cifar10", "sam", 0.1, 40, 16),
+            Cell("cifar10", "sgd", None, 50, 64),
+            Cell("cifar10", "sam", 0.05, 50, 64),
+            *(Cell("cifar10", name, None, 50, 16) for name in ("asam", "gsam", "looksam", "msam")),
+            *grid("cifar10", 16, (15, 28), (0.05,)),
+            Cell("cifar10", "sam", 0.1, 50, 16),
             *(
                 cell
                 for size in (800, 1600, 3200)
@@ -148,12 +148,12 @@ CONFIGS = {
             ),
             *grid("vgg", 8, (20,), (0.05,)),
             *grid("resnet", 8, (15,), (0.05,)),
-            *grid("cifar100", 8, (40,), (0.05,)),
+            *grid("cifar100", 8, (50,), (0.05,)),
             *grid("location", 16, (30,), (0.05,)),
             *grid("adult", 16, (30,), (0.05,)),
         ),
         n_eval=2000,
-        tuning=(0.05, 0.15, 0.3),
+        tuning=(0.05, 0.1, 0.15),
     ),
     "gpu": Config(
         {
@@ -450,8 +450,12 @@ def tuned(task) -> dict:
     x, y = data.train.x[half], data.train.y[half]
     make = _Maker(pool.model, pool.width, data.num_classes, tuple(x.shape[1:]))
     model = make(seed)
-    fit(model, x, y, replace(_settings(pool, cell), seed=seed), progress=False)
-    return {"train": _accuracy(model, x, y), "test": _accuracy(model, data.test.x, data.test.y)}
+    try:
+        fit(model, x, y, replace(_settings(pool, cell), seed=seed), progress=False)
+    except DivergenceError:
+        return {"diverged": True, "train": None, "test": None}
+    train, test = _accuracy(model, x, y), _accuracy(model, data.test.x, data.test.y)
+    return {"diverged": False, "train": train, "test": test}
 
 
 def _accuracy(model, x: Tensor, y: Tensor) -> float:
