@@ -1,6 +1,7 @@
 """What SGD and SAM remember: memorization, influence, and who is found by the attack.
 
-Both optimizers train the same number of models on the same random halves of a pool. Beside them, a
+Both optimizers train the same number of models on the same random halves of a pool; SGD does so a
+second time for half as long, so that SAM can be compared at equal training accuracy. Beside them, a
 small set on which leaving one point out can be done exactly, to check the estimates against.
 """
 
@@ -87,6 +88,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
         cells = {
             "sgd": Cell(pool, "sgd", None, config.epochs, config.models),
             "sam": Cell(pool, "sam", config.rho, config.epochs, config.models),
+            "sgd-short": Cell(pool, "sgd", None, config.epochs // 2, config.models),
         }
         tasks = {
             f"train-{name}": (config, c, folder, workers, progress) for name, c in cells.items()
@@ -149,15 +151,15 @@ def answers(config: Config, cell: Cell, folder: Path) -> tuple[Dataset, Answers]
 
 def memorized(config, cells, folder) -> dict:
     """Estimate memorization of every point, and name the points worth looking at."""
-    found, scores, influences = {}, {}, {}
+    found, scores, inside = {}, {}, {}
     for name, cell in cells.items():
         data, own = answers(config, cell, folder)
         values, errors = memorization(own.right, own.design, standard_error=True)
         scores[name] = values
-        influences[name] = influence(own.right, own.eval_right, own.design)
-        inside = own.right[own.design].mean()
+        inside[name] = _mean_where(own.right, own.design)
+        table = influence(own.right, own.eval_right, own.design)
         found[name] = {
-            "train_accuracy": inside,
+            "train_accuracy": inside[name].mean(),
             "stranger_accuracy": own.right[~own.design].mean(),
             "test_accuracy": own.eval_right.mean(),
             "memorization": values.round(4),
@@ -165,28 +167,41 @@ def memorized(config, cells, folder) -> dict:
             "by_confidence": memorization(own.sure, own.design).round(4),
             "strangers_right": _mean_where(own.right, ~own.design).round(4),
             "counts": np.histogram(values.clip(BINS[0], BINS[-1]), BINS)[0],
-            "influence_above": [float((influences[name] > t).mean()) for t in (0.1, 0.2, 0.3)],
-            "pairs": _strongest(influences[name]),
+            "influence_above": [(table > t).mean() for t in (0.1, 0.2, 0.3)],
+            "pairs": _strongest(table),
         }
-    drawn = np.random.default_rng(0).multinomial(
-        len(scores["sgd"]), np.full(len(scores["sgd"]), 1 / len(scores["sgd"])), config.draws
-    )
+    drawn = resamples(2, len(inside["sgd"]), draws=config.draws).points[1:]
     shares = {
         "low": lambda v: v < 0.1,
         "middle": lambda v: (v >= MIDDLE[0]) & (v <= MIDDLE[1]),
         "high": lambda v: v > MIDDLE[1],
         "mean": lambda v: v,
     }
+
+    def estimated(values):
+        return Estimate(values.mean(), drawn @ values / len(values))
+
+    fit = {name: estimated(values) for name, values in inside.items()}
+    found |= {"difference": {}, "matched": {}}
     for key, share in shares.items():
-        both = [share(scores[name]).astype(np.float64) for name in ("sam", "sgd")]
-        sam, sgd = (Estimate(v.mean(), drawn @ v / len(v)) for v in both)
-        found["sgd"][key], found["sam"][key] = sgd.recorded(), sam.recorded()
-        found.setdefault("difference", {})[key] = (sam - sgd).recorded()
+        values = {name: estimated(share(v).astype(np.float64)) for name, v in scores.items()}
+        for name, value in values.items():
+            found[name][key] = value.recorded()
+        found["difference"][key] = (values["sam"] - values["sgd"]).recorded()
+        ends = "sgd-short", "sgd"
+        if fit[ends[0]].value <= fit["sam"].value <= fit[ends[1]].value:
+            curve = [e[name] for e in (fit, values) for name in ends]
+            matched = Estimate.of(_between, fit["sam"], *curve)
+            found["matched"][key] = (values["sam"] - matched).recorded()
     found["rank_correlation"] = spearmanr(scores["sgd"], scores["sam"]).statistic
     found["train_indices"] = data.train.indices
     found["test_indices"] = data.test.indices
     found["bins"] = BINS.round(4)
     return found
+
+
+def _between(at, left, right, low, high) -> float:
+    return low + (high - low) * (at - left) / (right - left)
 
 
 def _mean_where(values, chosen) -> np.ndarray:
@@ -240,7 +255,7 @@ def divided(config, cells, folder) -> dict:
     half = config.models // 2
     halves = slice(0, half), slice(half, config.models)
 
-    def bucket(rows, names=tuple(cells)):
+    def bucket(rows, names=("sgd", "sam")):
         tables = [
             influence(own.right[rows], own.eval_right[rows], own.design[rows])
             for own in (both[name][1] for name in names)
@@ -264,13 +279,14 @@ def divided(config, cells, folder) -> dict:
     found = []
     for k in range(1, _BUCKETS + 1):
         sgd, sam = accuracy("sgd", k), accuracy("sam", k)
-        same = {name: both[name][1].eval_right[:, by_sgd == k].mean() for name in cells}
+        same = {name: own.eval_right[:, by_sgd == k].mean() for name, (_, own) in both.items()}
         found.append(
             {
                 "bucket": k,
                 "sgd": sgd.recorded(),
                 "sam": sam.recorded(),
                 "difference": (sam - sgd).recorded(),
+                "sgd-short": accuracy("sgd-short", k).recorded(),
                 "entropy": entropy[whole == k].mean(),
                 "same_models_by_sgd": same["sam"] - same["sgd"],
             }
@@ -331,7 +347,7 @@ def exact(config, cells, folder) -> dict:
         config_ = TrainConfig(epochs=config.exact_epochs, batch_size=16, lr=pool.lr, seed=seed)
         models = train_ensemble(
             functools.partial(_small, data.num_classes, tuple(data.train.x.shape[1:])),
-            data.train.x, y, design, config_, backend="loop", progress=False,
+            data.train.x, y, design, config_, backend="vmap", progress=False,
         )  # fmt: skip
         return models.logits.argmax(2).numpy() == y
 
