@@ -114,6 +114,13 @@ def run(
         str | None,
         typer.Option(help="Such as cpu, cuda, cuda:1, mps; without it the fastest there is."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Train ensembles on the Dask cluster whose scheduler has this address.",
+            metavar="tcp://HOST:PORT",
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment and record it.
 
@@ -134,6 +141,7 @@ def run(
                 out=out,
                 fresh=not resume,
                 workers=workers,
+                cluster=cluster,
                 progress=os.environ.get("FLATBOOK_PROGRESS") != "0",
             )
         except KeyboardInterrupt as error:

@@ -8,7 +8,8 @@ An experiment ``some-name`` is a module ``flatbook.experiments.some_name`` with 
 - ``CONFIGS``, a mapping from every scale to a ``Config``.
 - ``run(config, *, checkpoint, progress, workers)``, which returns an :class:`Outcome`. It cuts its
   work into independent pieces and hands them to :func:`flatbook.units.units`, together with the
-  three options, so that it can be stopped at any time and carried on.
+  three options, so that it can be stopped at any time and carried on. If it trains ensembles, it
+  may also take ``cluster``, the address of a Dask scheduler or None.
 
 To add one, write the module and name it in :data:`EXPERIMENTS`.
 
@@ -34,6 +35,7 @@ Example, the whole of ``flatbook/experiments/coin.py``::
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -111,6 +113,7 @@ def execute(
     out: str | os.PathLike | None = None,
     fresh: bool = False,
     workers: int | None = None,
+    cluster: str | None = None,
     progress: bool = False,
 ) -> Run:
     """Run an experiment, or carry on one that was stopped, and record it.
@@ -127,15 +130,21 @@ def execute(
         fresh: Whether to discard what a stopped run has left instead of carrying on.
         workers: How many processes, see :func:`flatbook.units.units`. By default none on a GPU,
             and otherwise one for each CPU core, but at most 8.
+        cluster: The address of a Dask scheduler whose workers train the ensembles, such as
+            ``"tcp://10.0.0.1:8786"``; None trains them here. The record says that there was one,
+            not its address, which will be another the next time.
         progress: Whether to show how far it is and the time left.
 
     Returns:
         The run, which is also saved.
 
     Raises:
-        ValueError: If there is no such experiment or scale, or it has no seeds to change.
+        ValueError: If there is no such experiment or scale, or it has no seeds to change or no
+            use for a cluster.
         ResultError: If what a stopped run has left does not fit this one.
-        OSError: If the record could not be written; this is tried before the work.
+        OSError: If the record could not be written; this is tried before the work. Or if no
+            scheduler answers at ``cluster``.
+        ImportError: If a cluster is asked for and Dask is not installed.
     """
     from flatbook.units import earlier
 
@@ -149,17 +158,24 @@ def execute(
     workers = (
         _default_workers() if workers is None else checks.count("workers", workers, at_least=0)
     )
+    options = {}
+    if cluster is not None:
+        if "cluster" not in inspect.signature(experiment.run).parameters:
+            raise ValueError(f"cluster cannot be used: {name} runs on one machine.")
+        options["cluster"] = cluster
     path = destination(name, scale, out)
     _check_writable(path)
     checkpoint = checkpoint_folder(name, scale, out)
     if fresh and checkpoint.exists():
         shutil.rmtree(checkpoint)
     before = earlier(checkpoint)
-    command = f"flatbook run {name} --scale {scale}" + (
-        "" if seeds is None else f" --seeds {seeds}"
-    )
+    command = f"flatbook run {name} --scale {scale}"
+    command += "" if seeds is None else f" --seeds {seeds}"
+    command += "" if cluster is None else " --cluster ADDRESS"
     with record(name, scale, config, command=command, workers=workers) as recording:
-        outcome = experiment.run(config, checkpoint=checkpoint, progress=progress, workers=workers)
+        outcome = experiment.run(
+            config, checkpoint=checkpoint, progress=progress, workers=workers, **options
+        )
         recording.values = outcome.values
         recording.seeds, recording.data = outcome.seeds, outcome.data
     run = recording.run
@@ -168,6 +184,7 @@ def execute(
         run,
         wall_seconds=round(run.wall_seconds + before.seconds, 3),
         commit=None if list(commits) == ["untracked"] else ", ".join(commits),
+        device=run.device if cluster is None else f"{run.device}, and a Dask cluster",
     )
     run.save(path)
     shutil.rmtree(checkpoint, ignore_errors=True)

@@ -170,8 +170,18 @@ CONFIGS = {
 }
 
 
-def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int = 0) -> Outcome:
-    """Train the ensembles, attack every model, and compare each cell with its SGD twin."""
+def run(
+    config: Config,
+    *,
+    checkpoint=None,
+    progress: bool = False,
+    workers: int = 0,
+    cluster: str | None = None,
+) -> Outcome:
+    """Train the ensembles, attack every model, and compare each cell with its SGD twin.
+
+    A cluster trains the ensembles; all else is computed here.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(checkpoint or scratch)
         options = {"config": config, "progress": progress}
@@ -181,15 +191,15 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
             found = units(checkpoint, tasks, work, label=stage, workers=workers, **options)
             return {name: found[f"{stage}-{name}"] for name in cells}
 
-        train = {c.name: (config, c, folder, workers, progress) for c in config.cells}
+        train = {c.name: (config, c, folder, cluster, workers, progress) for c in config.cells}
         training = each("train", trained, train, 0)  # processes within
         rows = {
-            f"{cell.name}-{count}": (config, cell, folder, count)
+            f"{cell.name}-{count}": (config, cell, folder, cluster, count)
             for cell in config.cells
             for count in sorted({cell.models, min(cell.models, _BLOCK)}, reverse=True)
         }
         audits = each("audit", audited, rows, workers)
-        forms = {cell.name: (config, cell, folder) for cell in config.cells[:2]}
+        forms = {cell.name: (config, cell, folder, cluster) for cell in config.cells[:2]}
         values = {
             "cells": {
                 c.name: training[c.name] | audits[f"{c.name}-{c.models}"]["found"]
@@ -231,8 +241,20 @@ def shared_design(points: int, models: int) -> np.ndarray:
     return np.concatenate(blocks)
 
 
-def ensemble(config: Config, cell: Cell, folder: Path, *, workers: int = 0, show: bool = False):
-    """Return the data and the ensemble of a cell, trained now as far as it was not before."""
+def ensemble(
+    config: Config,
+    cell: Cell,
+    folder: Path,
+    *,
+    cluster: str | None = None,
+    workers: int = 0,
+    show: bool = False,
+) -> tuple[Dataset, Ensemble]:
+    """Return the data and the ensemble of a cell, trained now as far as it was not before.
+
+    What is kept belongs to the backend: load what a cluster has trained with ``cluster``, too,
+    which need not answer any more once all is finished.
+    """
     pool = config.pools[cell.pool]
     data = points_of(pool, config.n_eval)
     make = _Maker(pool.model, pool.width, data.num_classes, tuple(data.train.x.shape[1:]))
@@ -243,7 +265,8 @@ def ensemble(config: Config, cell: Cell, folder: Path, *, workers: int = 0, show
         shared_design(pool.points, cell.models),
         _settings(pool, cell),
         eval_x=data.test.x,
-        backend="joblib",
+        backend="joblib" if cluster is None else "dask",
+        cluster=cluster,
         out=folder / "ensembles" / cell.name,
         workers=max(workers, 1),
         progress=show,
@@ -279,8 +302,9 @@ def _settings(pool: Pool, cell: Cell) -> TrainConfig:
 
 def trained(task) -> dict:
     """Train an ensemble and return how well its models fit and generalize, one entry a model."""
-    config, cell, folder, workers, progress = task
-    data, models = ensemble(config, cell, folder, workers=workers, show=progress)
+    config, cell, folder, cluster, workers, progress = task
+    options = {"cluster": cluster, "workers": workers, "show": progress}
+    data, models = ensemble(config, cell, folder, **options)
     right = models.logits.argmax(2) == data.train.y
     test = (models.eval_logits.argmax(2) == data.test.y).double().mean(1)
     pairs = zip(right, models.design, strict=True)
@@ -296,8 +320,8 @@ def audited(task) -> dict:
 
     Besides what is recorded come the values in every resample, by which cells are compared.
     """
-    config, cell, folder, rows = task
-    data, models = ensemble(config, cell, folder)
+    config, cell, folder, cluster, rows = task
+    data, models = ensemble(config, cell, folder, cluster=cluster)
     design = models.design[:rows].numpy()
     logits, eval_logits = models.logits[:rows], models.eval_logits[:rows]
     drawn = resamples(*design.shape, draws=config.draws)
@@ -415,8 +439,8 @@ def _interpolated(own: dict, curve: list[dict], key: str) -> Estimate:
 
 def lira_forms(task) -> dict:
     """Compare what LiRA's paper writes with what its code computes, by the number of shadows."""
-    config, cell, folder = task
-    data, models = ensemble(config, cell, folder)
+    config, cell, folder, cluster = task
+    data, models = ensemble(config, cell, folder, cluster=cluster)
     signals = np.asarray(logit_signal(models.logits, data.train.y))
     design = models.design.numpy()
     forms = [
