@@ -8,6 +8,7 @@ help of the others of its cell.
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -191,15 +192,18 @@ def run(
             found = units(checkpoint, tasks, work, label=stage, workers=workers, **options)
             return {name: found[f"{stage}-{name}"] for name in cells}
 
-        train = {c.name: (config, c, folder, cluster, workers, progress) for c in config.cells}
-        training = each("train", trained, train, 0)  # processes within
+        def on(work):
+            return work if cluster is None else partial(work, cluster=cluster)
+
+        train = {c.name: (config, c, folder, workers, progress) for c in config.cells}
+        training = each("train", on(trained), train, 0)  # processes within
         rows = {
-            f"{cell.name}-{count}": (config, cell, folder, cluster, count)
+            f"{cell.name}-{count}": (config, cell, folder, count)
             for cell in config.cells
             for count in sorted({cell.models, min(cell.models, _BLOCK)}, reverse=True)
         }
-        audits = each("audit", audited, rows, workers)
-        forms = {cell.name: (config, cell, folder, cluster) for cell in config.cells[:2]}
+        audits = each("audit", on(audited), rows, workers)
+        forms = {cell.name: (config, cell, folder) for cell in config.cells[:2]}
         values = {
             "cells": {
                 c.name: training[c.name] | audits[f"{c.name}-{c.models}"]["found"]
@@ -208,7 +212,7 @@ def run(
             "against_sgd": {
                 c.name: compared(config, c, audits) for c in config.cells if c.optimizer != "sgd"
             },
-            "lira_forms": each("forms", lira_forms, forms, workers),
+            "lira_forms": each("forms", on(lira_forms), forms, workers),
         }
         if config.tuning:
             rates = {
@@ -300,9 +304,9 @@ def _settings(pool: Pool, cell: Cell) -> TrainConfig:
     )
 
 
-def trained(task) -> dict:
+def trained(task, cluster: str | None = None) -> dict:
     """Train an ensemble and return how well its models fit and generalize, one entry a model."""
-    config, cell, folder, cluster, workers, progress = task
+    config, cell, folder, workers, progress = task
     options = {"cluster": cluster, "workers": workers, "show": progress}
     data, models = ensemble(config, cell, folder, **options)
     right = models.logits.argmax(2) == data.train.y
@@ -315,12 +319,12 @@ def trained(task) -> dict:
     }
 
 
-def audited(task) -> dict:
+def audited(task, cluster: str | None = None) -> dict:
     """Attack each of the first models of a cell and return how well every attack does.
 
     Besides what is recorded come the values in every resample, by which cells are compared.
     """
-    config, cell, folder, cluster, rows = task
+    config, cell, folder, rows = task
     data, models = ensemble(config, cell, folder, cluster=cluster)
     design = models.design[:rows].numpy()
     logits, eval_logits = models.logits[:rows], models.eval_logits[:rows]
@@ -437,9 +441,9 @@ def _interpolated(own: dict, curve: list[dict], key: str) -> Estimate:
     return Estimate.of(at, own["train_accuracy"], *known, *values)
 
 
-def lira_forms(task) -> dict:
+def lira_forms(task, cluster: str | None = None) -> dict:
     """Compare what LiRA's paper writes with what its code computes, by the number of shadows."""
-    config, cell, folder, cluster = task
+    config, cell, folder = task
     data, models = ensemble(config, cell, folder, cluster=cluster)
     signals = np.asarray(logit_signal(models.logits, data.train.y))
     design = models.design.numpy()
