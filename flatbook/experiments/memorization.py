@@ -243,62 +243,70 @@ def converged(config, cells, folder) -> dict:
 
 
 def divided(config, cells, folder) -> dict:
-    """Compare accuracy in buckets of influence entropy, on models that did not define them.
+    """Compare accuracy in buckets of atypical to typical test points.
 
-    Influence is averaged over both optimizers, so that neither chooses; and over each half of the
-    models, while accuracy is that of the other half: on the same models, noise would put points
-    into the first bucket that happened to be wrong there. That figure is recorded beside.
+    Bucket 1 holds the least influence entropy or, more robust against noise, the largest single
+    influence. Influence is averaged over both optimizers, so that neither chooses; and over each
+    half of the models, while accuracy is that of the other half: on the same models, noise would
+    put points into the first bucket that happened to be wrong there. That is recorded beside.
     """
     both = {name: answers(config, cell, folder) for name, cell in cells.items()}
     data = both["sgd"][0]
     labels, tested = data.train.y.numpy(), data.test.y.numpy()
+    same_class = labels[:, None] == tested
     half = config.models // 2
     halves = slice(0, half), slice(half, config.models)
 
-    def bucket(rows, names=("sgd", "sam")):
+    def influences(rows, names=("sgd", "sam")):
         tables = [
             influence(own.right[rows], own.eval_right[rows], own.design[rows])
             for own in (both[name][1] for name in names)
         ]
-        entropy = influence_entropy(np.mean(tables, axis=0), labels, tested)
-        return buckets(entropy, _BUCKETS), entropy
+        return np.mean(tables, axis=0)
 
-    placed = [bucket(rows) for rows in halves]
-    whole, entropy = bucket(slice(None))
-    by_sgd, _ = bucket(slice(None), ("sgd",))
+    def entropy(table):
+        return influence_entropy(table, labels, tested)
+
+    def less_largest(table):
+        return -np.abs(table * same_class).max(axis=0)
+
     drawn = resamples(half, len(tested), draws=config.draws)
 
-    def accuracy(name, k):
+    def accuracy(name, k, places):
         own = both[name][1].eval_right
         folds = [
             mean_rate(own[rows], np.broadcast_to(place == k, own[rows].shape), drawn)
-            for (place, _), rows in zip(placed, reversed(halves), strict=True)
+            for place, rows in zip(places, reversed(halves), strict=True)
         ]
         return Estimate.of(lambda a, b: (a + b) / 2, *folds)
 
-    found = []
-    for k in range(1, _BUCKETS + 1):
-        sgd, sam = accuracy("sgd", k), accuracy("sam", k)
-        same = {name: own.eval_right[:, by_sgd == k].mean() for name, (_, own) in both.items()}
-        found.append(
-            {
-                "bucket": k,
-                "sgd": sgd.recorded(),
-                "sam": sam.recorded(),
-                "difference": (sam - sgd).recorded(),
-                "sgd-short": accuracy("sgd-short", k).recorded(),
-                "entropy": entropy[whole == k].mean(),
-                "same_models_by_sgd": same["sam"] - same["sgd"],
-            }
-        )
-    first, last = ((accuracy("sam", k) - accuracy("sgd", k)) for k in (1, _BUCKETS))
-    return {
-        "buckets": found,
-        "first_less_last": (first - last).recorded(),
-        "agreement": float((placed[0][0] == placed[1][0]).mean()),
-        "typical": np.argsort(-entropy)[:SHOWN],
-        "atypical": np.argsort(entropy)[:SHOWN],
-    }
+    tables = [influences(rows) for rows in halves]
+    whole, by_sgd = influences(slice(None)), influences(slice(None), ("sgd",))
+    found = {}
+    for measure in (entropy, less_largest):
+        places = [buckets(measure(table), _BUCKETS) for table in tables]
+        own_place = buckets(measure(by_sgd), _BUCKETS)
+        rows, differences = [], []
+        for k in range(1, _BUCKETS + 1):
+            accuracies = {name: accuracy(name, k, places) for name in cells}
+            differences.append(accuracies["sam"] - accuracies["sgd"])
+            rows.append(
+                {name: value.recorded() for name, value in accuracies.items()}
+                | {
+                    "difference": differences[-1].recorded(),
+                    "same_models_by_sgd": both["sam"][1].eval_right[:, own_place == k].mean()
+                    - both["sgd"][1].eval_right[:, own_place == k].mean(),
+                }
+            )
+        found[measure.__name__] = {
+            "buckets": rows,
+            "first_less_last": (differences[0] - differences[-1]).recorded(),
+            "agreement": (places[0] == places[1]).mean(),
+            "rank_correlation": spearmanr(*map(measure, tables)).statistic,
+            "mean": measure(whole).mean(),
+            "order": np.argsort(measure(whole)),
+        }
+    return found
 
 
 def attacked(config, cells, folder) -> dict:
