@@ -5,9 +5,9 @@ second time for half as long, so that SAM can be compared at equal training accu
 small set on which leaving one point out can be done exactly, to check the estimates against.
 """
 
-import functools
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,17 +18,21 @@ from scipy.stats import spearmanr
 from flatbook.audit import attack_each
 from flatbook.comparison import Estimate, mean_rate, resamples
 from flatbook.data import Dataset
-from flatbook.ensembles import subset_design, train_ensemble
+from flatbook.ensembles import Ensemble, subset_design, train_ensemble
 from flatbook.experiments import Outcome
-from flatbook.experiments.privacy import Cell, Pool, ensemble, points_of
+from flatbook.experiments.privacy import (
+    SHARES,
+    Cell,
+    Pool,
+    ensemble,
+    over_points,
+    points_of,
+)
 from flatbook.membership import confidence, roc
 from flatbook.memorization import buckets, influence, influence_entropy, memorization
 from flatbook.models import build
 from flatbook.training import TrainConfig
 from flatbook.units import units
-
-MIDDLE = (0.6, 0.85)
-"""The range of scores in which the source finds more of SAM's."""
 
 BINS = np.linspace(-0.2, 1.0, 25)
 SHOWN = 24
@@ -79,8 +83,18 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int = 0) -> Outcome:
-    """Train both ensembles and measure what their models remember."""
+def run(
+    config: Config,
+    *,
+    checkpoint=None,
+    progress: bool = False,
+    workers: int = 0,
+    cluster: str | None = None,
+) -> Outcome:
+    """Train the ensembles and measure what their models remember.
+
+    A cluster trains the ensembles; all else is computed here.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(checkpoint or scratch)
         common = {"config": config, "progress": progress}
@@ -93,7 +107,9 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
         tasks = {
             f"train-{name}": (config, c, folder, workers, progress) for name, c in cells.items()
         }
-        units(checkpoint, tasks, trained, label="ensembles", workers=0, **common)
+        train = trained if cluster is None else partial(trained, cluster=cluster)
+        measure = _measured if cluster is None else partial(_measured, cluster=cluster)
+        units(checkpoint, tasks, train, label="ensembles", workers=0, **common)
         parts = {
             "memorization": memorized,
             "convergence": converged,
@@ -104,7 +120,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
         found = units(
             checkpoint,
             {name: (part, config, cells, folder) for name, part in parts.items()},
-            _measured,
+            measure,
             label="measurements",
             workers=workers,
             **common,
@@ -113,15 +129,17 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     return Outcome(found, seeds=range(config.models), data={data.name: data.checksum})
 
 
-def trained(task) -> int:
+def trained(task, cluster: str | None = None) -> int:
     """Train the models of one optimizer."""
     config, cell, folder, workers, progress = task
-    return len(ensemble(config, cell, folder, workers=workers, show=progress)[1].seeds)
+    options = {"cluster": cluster, "workers": workers, "show": progress}
+    return len(ensemble(config, cell, folder, **options)[1].seeds)
 
 
-def _measured(task) -> dict:
+def _measured(task, cluster: str | None = None) -> dict:
     part, config, cells, folder = task
-    return part(config, cells, folder)
+    trained_cell = partial(ensemble, config, folder=folder, cluster=cluster)
+    return part(config, cells, trained_cell)
 
 
 class Answers(NamedTuple):
@@ -140,20 +158,19 @@ class Answers(NamedTuple):
     design: np.ndarray
 
 
-def answers(config: Config, cell: Cell, folder: Path) -> tuple[Dataset, Answers]:
+def answers(data: Dataset, models: Ensemble) -> tuple[Dataset, Answers]:
     """Return the data and what the models of a cell answered about them."""
-    data, models = ensemble(config, cell, folder)
     right = models.logits.argmax(2) == data.train.y
     tested = models.eval_logits.argmax(2) == data.test.y
     sure = confidence(models.logits, data.train.y)
     return data, Answers(*(t.numpy() for t in (right, sure, tested, models.design)))
 
 
-def memorized(config, cells, folder) -> dict:
+def memorized(config, cells, trained_cell) -> dict:
     """Estimate memorization of every point, and name the points worth looking at."""
     found, scores, inside = {}, {}, {}
     for name, cell in cells.items():
-        data, own = answers(config, cell, folder)
+        data, own = answers(*trained_cell(cell))
         values, errors = memorization(own.right, own.design, standard_error=True)
         scores[name] = values
         inside[name] = _mean_where(own.right, own.design)
@@ -170,21 +187,11 @@ def memorized(config, cells, folder) -> dict:
             "influence_above": [(table > t).mean() for t in (0.1, 0.2, 0.3)],
             "pairs": _strongest(table),
         }
-    drawn = resamples(2, len(inside["sgd"]), draws=config.draws).points[1:]
-    shares = {
-        "low": lambda v: v < 0.1,
-        "middle": lambda v: (v >= MIDDLE[0]) & (v <= MIDDLE[1]),
-        "high": lambda v: v > MIDDLE[1],
-        "mean": lambda v: v,
-    }
-
-    def estimated(values):
-        return Estimate(values.mean(), drawn @ values / len(values))
-
-    fit = {name: estimated(values) for name, values in inside.items()}
+    drawn = resamples(2, len(inside["sgd"]), draws=config.draws)
+    fit = {name: over_points(values, drawn) for name, values in inside.items()}
     found |= {"difference": {}, "matched": {}}
-    for key, share in shares.items():
-        values = {name: estimated(share(v).astype(np.float64)) for name, v in scores.items()}
+    for key, share in SHARES.items():
+        values = {name: over_points(share(v), drawn) for name, v in scores.items()}
         for name, value in values.items():
             found[name][key] = value.recorded()
         found["difference"][key] = (values["sam"] - values["sgd"]).recorded()
@@ -216,11 +223,11 @@ def _strongest(table) -> list[dict]:
     return [{"train": best[j], "test": j, "influence": round(values[j], 4)} for j in order]
 
 
-def converged(config, cells, folder) -> dict:
+def converged(config, cells, trained_cell) -> dict:
     """Measure how estimates settle as models are added: errors, agreement of halves."""
     found = {}
     for name, cell in cells.items():
-        data, own = answers(config, cell, folder)
+        data, own = answers(*trained_cell(cell))
         found[name] = []
         half = config.models // 2
         for count in sorted({half // k for k in (1, 2, 4, 8) if half // k >= _LEAST}):
@@ -242,7 +249,7 @@ def converged(config, cells, folder) -> dict:
     return found
 
 
-def divided(config, cells, folder) -> dict:
+def divided(config, cells, trained_cell) -> dict:
     """Compare accuracy in buckets of atypical to typical test points.
 
     Bucket 1 holds the least influence entropy or, more robust against noise, the largest single
@@ -250,7 +257,7 @@ def divided(config, cells, folder) -> dict:
     half of the models, while accuracy is that of the other half: on the same models, noise would
     put points into the first bucket that happened to be wrong there. That is recorded beside.
     """
-    both = {name: answers(config, cell, folder) for name, cell in cells.items()}
+    both = {name: answers(*trained_cell(cell)) for name, cell in cells.items()}
     data = both["sgd"][0]
     labels, tested = data.train.y.numpy(), data.test.y.numpy()
     same_class = labels[:, None] == tested
@@ -309,12 +316,12 @@ def divided(config, cells, folder) -> dict:
     return found
 
 
-def attacked(config, cells, folder) -> dict:
+def attacked(config, cells, trained_cell) -> dict:
     """Attack every model and relate each point's detection to its memorization."""
     found = {}
     edges = (-1, 0.1, 0.25, 0.5, 0.75, 1.01)
     for name, cell in cells.items():
-        data, models = ensemble(config, cell, folder)
+        data, models = trained_cell(cell)
         design = models.design.numpy()
         labels = data.train.y.numpy()
         scores = attack_each(
@@ -342,7 +349,7 @@ def attacked(config, cells, folder) -> dict:
     return found
 
 
-def exact(config, cells, folder) -> dict:
+def exact(config, cells, trained_cell) -> dict:
     """Leave out each point of a small set in turn, and estimate the same from random subsets."""
     pool = next(iter(config.pools.values()))
     data = points_of(Pool(pool.dataset, config.exact_points, "mlp", 32, pool.lr), 10)
@@ -354,7 +361,7 @@ def exact(config, cells, folder) -> dict:
     def right(design, seed):
         config_ = TrainConfig(epochs=config.exact_epochs, batch_size=16, lr=pool.lr, seed=seed)
         models = train_ensemble(
-            functools.partial(_small, data.num_classes, tuple(data.train.x.shape[1:])),
+            partial(_small, data.num_classes, tuple(data.train.x.shape[1:])),
             data.train.x, y, design, config_, backend="vmap", progress=False,
         )  # fmt: skip
         return models.logits.argmax(2).numpy() == y

@@ -21,6 +21,7 @@ from flatbook.data import Dataset, load
 from flatbook.ensembles import Ensemble, balanced_design, train_ensemble
 from flatbook.experiments import Outcome
 from flatbook.membership import balanced_accuracy, lira, logit_signal, roc
+from flatbook.memorization import memorization
 from flatbook.models import build
 from flatbook.registry import SETS
 from flatbook.training import DivergenceError, TrainConfig, evaluate, fit
@@ -28,6 +29,14 @@ from flatbook.units import units
 
 RATES = (0.001, 0.01)
 """The false positive rates at which true ones are recorded."""
+
+SHARES = {
+    "low": lambda memorized: memorized < 0.1,
+    "middle": lambda memorized: (memorized >= 0.6) & (memorized <= 0.85),
+    "high": lambda memorized: memorized > 0.85,
+    "mean": lambda memorized: memorized,
+}
+"""What is recorded of memorization: shares of points in a range, the middle one the source's."""
 
 _BLOCK = 16  # models in which each point is in exactly half
 _PROBABILITY = {"gamma": 2.0, "a": 0.3}  # of RMIA
@@ -337,6 +346,11 @@ def audited(task, cluster: str | None = None) -> dict:
         "train_accuracy": mean_rate(right, design, drawn),
         "test_accuracy": mean_rate(tested, torch.ones_like(tested), tests),
     }
+    memorized = memorization(right, design)
+    memorized = memorized.numpy() if isinstance(memorized, Tensor) else memorized
+    estimates |= {
+        f"memorization {key}": over_points(share(memorized), drawn) for key, share in SHARES.items()
+    }
     attacks = {}
     for name, scores in attack(data, models, rows).items():
         attacks[name], own = success(scores, design, drawn)
@@ -350,6 +364,7 @@ def audited(task, cluster: str | None = None) -> dict:
             "attacks": attacks,
             "log_odds": _by_side(signals, design),
             "top_probability": _by_side(top, design),
+            "memorization": {key: estimates[f"memorization {key}"].recorded() for key in SHARES},
         },
         "resampled": {key: [e.value, *e.draws] for key, e in estimates.items()},
     }
@@ -381,6 +396,12 @@ def success(scores, design, drawn: Resamples) -> tuple[dict, dict[str, Estimate]
     return found | {"auc_by_model": areas, "oracle_accuracy": oracle}, estimates
 
 
+def over_points(values, drawn: Resamples) -> Estimate:
+    """Average one number a point, and in every resample of points."""
+    means = drawn.points @ np.asarray(values, dtype=np.float64) / drawn.points.sum(axis=1)
+    return Estimate(means[0], means[1:])
+
+
 def _by_side(values, design) -> dict:
     """Return the mean and the spread over points, inside and outside, averaged over models."""
     inside = [own[seen] for own, seen in zip(values, design, strict=True)]
@@ -403,26 +424,34 @@ def compared(config: Config, cell: Cell, audits: dict) -> dict:
     """Compare a cell with SGD: at equal epochs, and at equal training accuracy.
 
     Both are attacked with equally many shadow models, on the same points and the same halves. SGD
-    at another training accuracy is interpolated linearly between its cells.
+    at another training accuracy is interpolated linearly between its cells, all cut to the number
+    of models of the smallest.
     """
+
+    def measured(cells, rows):
+        return [
+            {
+                key: Estimate(values[0], np.array(values[1:]))
+                for key, values in audits[f"{c.name}-{rows}"]["resampled"].items()
+            }
+            for c in cells
+        ]
+
     plain = twins(config, cell)
     rows = min(cell.models, plain[0].models)
-    own, twin, *more = (
-        {
-            key: Estimate(values[0], np.array(values[1:]))
-            for key, values in audits[f"{c.name}-{rows}"]["resampled"].items()
-        }
-        for c in (cell, *plain)
-    )
+    own, twin = measured((cell, plain[0]), rows)
+    fewest = min(c.models for c in (cell, *plain))
     found = {
         "models": rows,
         "epochs": plain[0].epochs,
         "difference": {key: (value - twin[key]).recorded() for key, value in own.items()},
+        "matched_models": fewest,
         "matched": {},
     }
-    curve = sorted((twin, *more), key=lambda e: e["train_accuracy"].value)
+    own, *curve = measured((cell, *plain), fewest)
+    curve.sort(key=lambda e: e["train_accuracy"].value)
     reach = [e["train_accuracy"].value for e in curve]
-    if more and reach[0] <= own["train_accuracy"].value <= reach[-1]:
+    if len(curve) > 1 and reach[0] <= own["train_accuracy"].value <= reach[-1]:
         found["matched"] = {
             key: (value - _interpolated(own, curve, key)).recorded()
             for key, value in own.items()
