@@ -25,6 +25,8 @@ _NAMES = {
     "prompts": ("suffix_search", "token_sharpness", "curvature_split"),
     "membership": ("logit_signal", "modified_entropy", "lira", "rmia", "roc"),
     "memorization": ("influence", "influence_entropy", "buckets"),
+    "audit": ("attack_each",),
+    "comparison": ("resamples", "mean_auc", "pooled_tpr"),
     "results": ("load_result",),
 }
 _MODULES = (
