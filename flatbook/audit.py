@@ -39,6 +39,11 @@ def attack_each(
 ) -> dict[str, np.ndarray]:
     """Take each model in turn as the target and all others as its shadow models.
 
+    In a design with each point in exactly half of the models, a member has one shadow model less
+    inside than outside, and what is fitted to fewer comes out narrower. Where nothing leaks, that
+    pulls the area of ``lira``, and less so of ``lira-pooled``, below one half: by some hundredths
+    with 8 models, by hardly any with 32.
+
     Args:
         logits: Of each model on all points, as in `flatbook.ensembles.Ensemble`. Shape
             ``(models, points, classes)``.
