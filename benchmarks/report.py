@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench_attacks import ATTACK, CERTIFICATE
+from bench_privacy import CNNS, COUNTING, INFLUENCE, LIRA, MLPS, WHOLE
 from bench_sharpness import CLASSES, PROBES, SAMPLES, WIDTHS
 
 from flatbook.results import record
@@ -71,6 +72,35 @@ TARGETS = [
     Target("PGD, flatbook / foolbox", ATTACK, "flatbook", "foolbox", 1.0),
     Target("PGD, recording the path / not", ATTACK, "flatbook, recording", "flatbook", 1.15),
     Target("certified radius of 10,000 samples, seconds", CERTIFICATE, "flatbook", None, 0.1),
+    Target(
+        "RMIA's counting, pairwise / flatbook",
+        COUNTING,
+        "pairwise",
+        "flatbook",
+        1000,
+        at_least=True,
+    ),
+    Target("RMIA, pairwise / flatbook", WHOLE, "pairwise", "flatbook", 1000, at_least=True),
+    Target("LiRA, flatbook / masked means", LIRA, "flatbook", "masked means", 1.0),
+    Target(
+        "LiRA as released, flatbook / gathered medians",
+        LIRA,
+        "flatbook, reference",
+        "gathered medians",
+        1.0,
+    ),
+    Target(
+        "influence of 5,000 points on 1,000, 400 models, seconds", INFLUENCE, "flatbook", None, 0.3
+    ),
+    Target(
+        "64 small CNNs, plain loop / two processes",
+        CNNS,
+        "plain loop",
+        "joblib, 2 workers",
+        1.5,
+        at_least=True,
+    ),
+    Target("4 tiny MLPs, auto / plain loop", MLPS, "auto", "plain loop", 1.0),
 ]
 
 
@@ -78,8 +108,11 @@ def main() -> None:
     source = json.loads(Path(sys.argv[1]).read_text())
     medians: dict[str, dict[str, float]] = defaultdict(dict)
     errors: dict[str, dict[str, float]] = defaultdict(dict)
+    peaks: dict[str, dict[str, int]] = defaultdict(dict)
     for bench in source["benchmarks"]:
         medians[bench["group"]][bench["name"]] = bench["stats"]["median"]
+        if "peak_bytes" in bench["extra_info"]:
+            peaks[bench["group"]][bench["name"]] = bench["extra_info"]["peak_bytes"]
         if "relative_error" in bench["extra_info"]:
             errors[bench["group"]][bench["name"]] = bench["extra_info"]["relative_error"]
 
@@ -97,21 +130,25 @@ def main() -> None:
                 "relative_error": {name: [row[name] for row in error_by_width] for name in names},
             },
             "medians": {group: dict(rows) for group, rows in medians.items()},
+            "peak_bytes": {group: dict(rows) for group, rows in peaks.items()},
         }
     seconds = sum(bench["stats"]["total"] for bench in source["benchmarks"])
     run = replace(recording.run, wall_seconds=round(seconds, 3))
     run.save(RECORD)
-    (HERE / "RESULTS.md").write_text(page(medians, run.provenance()), encoding="utf-8")
+    (HERE / "RESULTS.md").write_text(page(medians, peaks, run.provenance()), encoding="utf-8")
     print(f"wrote {HERE / 'RESULTS.md'} and {RECORD}")
 
 
-def page(medians: dict[str, dict[str, float]], provenance: str) -> str:
+def page(
+    medians: dict[str, dict[str, float]], peaks: dict[str, dict[str, int]], provenance: str
+) -> str:
     lines = [
         "# Timings side by side",
         "",
         "Written by `make bench`: every contender in one process on the same input, one torch",
-        "thread, ratios of medians. The machine is shared and noisy; a ratio moves by some per",
-        "cent from run to run.",
+        "thread, ratios of medians; ensembles are trained with all threads, or in processes whose",
+        "start counts. The machine is shared and noisy; a ratio moves by some per cent from run to",
+        "run.",
         "",
         provenance,
         "",
@@ -127,6 +164,11 @@ def page(medians: dict[str, dict[str, float]], provenance: str) -> str:
     for group, rows in medians.items():
         for name, median in sorted(rows.items(), key=lambda row: row[1]):
             lines.append(f"| {group} | {name} | {median * 1e3:,.3f} ms |")
+    lines += ["", "## Most memory beyond the inputs", "", "| work | contender | peak |"]
+    lines.append("|---|---|---:|")
+    for group, rows in peaks.items():
+        for name, peak in sorted(rows.items(), key=lambda row: row[1]):
+            lines.append(f"| {group} | {name} | {peak / 2**20:,.1f} MiB |")
     return "\n".join(lines) + "\n"
 
 
