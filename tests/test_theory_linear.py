@@ -442,6 +442,8 @@ def test_limits_of_the_advantage():
     assert likelihood_ratio_advantage(0.0, 0.7, 0.7) == 0
     close(likelihood_ratio_advantage(0.0, 0.7, 0.7 * (1 + 1e-12)), 0, atol=1e-11)
     close(likelihood_ratio_advantage(1e300, 1.0, 1e-10), 1)
+    assert likelihood_ratio_advantage(0.5, 1e300, 1e-300) == 1  # the ratio underflows
+    assert likelihood_ratio_advantage(0.0, 1e-300, 1e300) == 1
     near = likelihood_ratio_advantage(1.4, 0.7, 0.7 * (1 + np.array([-1e-9, 0, 1e-9])))
     close(near, 2 * stats.norm.cdf(1) - 1, rtol=1e-8)
     assert likelihood_ratio_advantage([[0.1], [0.2]], [1.0, 2.0, 3.0], 0.1).shape == (2, 3)

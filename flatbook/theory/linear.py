@@ -115,7 +115,7 @@ def variance_path(X, y, Sigma, etas) -> np.ndarray:
     Args:
         X: The samples. Shape ``(samples, weights)``.
         y: Their targets. Shape ``(samples,)``.
-        Sigma: Covariance of unseen inputs, which is also the curvature that is penalised;
+        Sigma: Covariance of unseen inputs, which is also the curvature that is penalized;
             symmetric and positive semidefinite. Shape ``(weights, weights)``.
         etas: Strengths of the penalty, from 0; ``inf`` is the limit. Shape ``(strengths,)``.
 
@@ -195,7 +195,7 @@ def interpolant_path(X, y, Sigma, etas) -> np.ndarray:
 def threshold_fpr(mean, std, *, threshold=1.0) -> np.ndarray | float:
     r"""Compute the share of non-members that an attack by one threshold takes for members.
 
-    .. math:: \Pr[ N(\mu, \sigma^2) \ge t ] = Q\Bigl( \frac{t - \mu}{\sigma} \Bigr)
+    .. math:: \Pr[ N(\mu, \sigma^2) \ge t ] = \Phi\Bigl( -\frac{t - \mu}{\sigma} \Bigr)
 
     Members of an interpolated training set have margin 1, so at t = 1 every member is found, and
     the advantage of the attack is one minus this number.
@@ -226,23 +226,23 @@ def threshold_fpr(mean, std, *, threshold=1.0) -> np.ndarray | float:
 def likelihood_ratio_advantage(gap, std, noise) -> np.ndarray | float:
     r"""Compute the advantage of the best attack on one Gaussian output.
 
-    Members give :math:`N(y, s^2)` and non-members :math:`N(\mu, \sigma^2)`. No test has a larger
+    Members give :math:`N(y, \tau^2)` and non-members :math:`N(\mu, \sigma^2)`. No test has a larger
     difference of true and false positive rate than that of the likelihood ratio against 1, and
     it is the total variation of the two laws,
 
     .. math::
-        \int (p - q)^+ = \Phi\Bigl(\frac{u_2}{s}\Bigr) - \Phi\Bigl(\frac{u_1}{s}\Bigr)
+        \int (p - q)^+ = \Phi\Bigl(\frac{u_2}{\tau}\Bigr) - \Phi\Bigl(\frac{u_1}{\tau}\Bigr)
         - \Phi\Bigl(\frac{u_2 - g}{\sigma}\Bigr) + \Phi\Bigl(\frac{u_1 - g}{\sigma}\Bigr) ,
         \qquad g = |y - \mu| ,
 
-    for :math:`\sigma > s`, where :math:`u_1 < u_2` are the distances from y at which the
-    densities p and q cross. It is 1 if :math:`s = 0 < \sigma`, and not monotone in
-    :math:`\sigma`: for small s it is least near :math:`\sigma = g`.
+    for :math:`\sigma > \tau`, where :math:`u_1 < u_2` are the signed distances from y, toward
+    :math:`\mu`, at which the densities p and q cross. It is 1 if :math:`\tau = 0 < \sigma`, and
+    not monotone in :math:`\sigma`: for small :math:`\tau` it is least near :math:`\sigma = g`.
 
     Args:
         gap: Distance g of the two means. Any shape that broadcasts with the others.
         std: Standard deviation :math:`\sigma` of the non-members, from 0.
-        noise: Standard deviation s of the members, from 0.
+        noise: Standard deviation :math:`\tau` of the members, from 0.
 
     Returns:
         Between 0 and 1; a number if all arguments are.
@@ -275,7 +275,7 @@ def likelihood_ratio_advantage(gap, std, noise) -> np.ndarray | float:
         low = -(s * g + np.sqrt(g**2 - 2 * (1 - s) * (1 + s) * np.log(s)))
         v1, v2 = low / ((1 - s) * (1 + s)), -square / low
         value = ndtr(v2) - ndtr(v1) - ndtr(s * v2 - g) + ndtr(s * v1 - g)
-    value = np.where(narrow == 0, 1.0, value)
+    value = np.where((narrow == 0) | (s == 0), 1.0, value)  # s may underflow
     return _plain(np.where(same, 0.0, np.clip(value, 0.0, 1.0)))
 
 
