@@ -1,5 +1,6 @@
 """The command ``flatbook``: what can be run, what has been recorded, and the data sets."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,6 +132,8 @@ def run(
         checks.choice("experiment", name, experiments.EXPERIMENTS)
         checks.choice("scale", scale, results.SCALES)
         path = experiments.destination(name, scale, out)
+        if cluster is not None and importlib.util.find_spec("distributed") is None:
+            raise ValueError('--cluster needs Dask: pip install "flatbook[cluster]".')
         if device is not None:
             _use(device)
         try:

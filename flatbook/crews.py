@@ -3,8 +3,9 @@
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import closing
 
 import joblib
@@ -20,6 +21,12 @@ _DIED = (
     "A worker process died, perhaps for want of memory; members finished before are kept if out "
     "was given: run the same again, with fewer workers."
 )
+_GONE = (
+    "the Dask scheduler is gone; members finished before are kept if out was given: run the same "
+    "again, on another cluster."
+)
+_PATIENCE = 10  # seconds for a scheduler to answer
+_LOSSES = 3  # of all workers at once, with nothing finished in between
 
 
 def in_turn(plan: Plan, members: Sequence[int]) -> Outcomes:
@@ -76,30 +83,65 @@ def by_dask(plan: Plan, members: Sequence[int], cluster) -> Outcomes:
     """Train members on a Dask cluster; yield them as they are done.
 
     The data go to each of its processes once. What a lost process was training is begun again on
-    another.
+    another. If all that have the data are lost at once, those that come next are given it anew.
     """
     try:
-        from distributed import Client, as_completed
+        from distributed import Client, KilledWorker, as_completed
     except ImportError as error:
         raise ImportError(
             'backend="dask" needs Dask, here and on the cluster: pip install "flatbook[cluster]".'
         ) from error
     own = not isinstance(cluster, Client)
-    client = Client(cluster) if own else cluster
-    futures = {}
+    client = _connected(cluster) if own else cluster
+    left, futures, losses = list(members), {}, 0
     try:
-        shared = client.scatter(plan, broadcast=True, hash=False)
-        for member in members:
-            future = client.submit(train_member_on_one_thread, shared, member, pure=False)
-            futures[future] = member
-        for future in as_completed(list(futures)):
-            answers = future.result()
-            yield futures.pop(future), answers
-            future.release()
+        while left:
+            if not client.nthreads():
+                warnings.warn("waiting for a worker: the cluster has none.", stacklevel=2)
+                client.wait_for_workers(1)
+            shared = client.scatter(plan, broadcast=True, hash=False)
+            for member in left:
+                future = client.submit(train_member_on_one_thread, shared, member, pure=False)
+                futures[future] = member
+            try:
+                for future in as_completed(list(futures)):
+                    answers = future.result()
+                    losses = 0
+                    left.remove(futures[future])
+                    yield futures.pop(future), answers
+                    future.release()
+            except CancelledError as error:  # for want of the data, or of a scheduler
+                if client.status != "running":
+                    raise ConnectionError(_GONE) from error
+                losses += 1
+                if losses > _LOSSES:
+                    raise RuntimeError(_DIED) from error
+                client.cancel(list(futures))
+                futures.clear()
+            except KilledWorker as error:
+                raise RuntimeError(_DIED) from error
     finally:
-        client.cancel(list(futures))
+        if client.status == "running":
+            client.cancel(list(futures))
         if own:
             client.close()
+
+
+def _connected(cluster):
+    """Return a client of a cluster, or say within seconds that there is none."""
+    from distributed import Client
+
+    try:
+        if cluster == "":  # for which Dask would start a cluster of its own
+            raise ValueError
+        return Client(cluster, timeout=_PATIENCE)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            'cluster must be the address of a Dask scheduler, such as "tcp://10.0.0.1:8786"; '
+            f"got {cluster!r}."
+        ) from error
+    except Exception as error:  # what else answers there fails in many ways
+        raise ConnectionError(f"no Dask scheduler answers at {cluster}.") from error
 
 
 def _work(plan: Plan, member: int, parent: int) -> tuple[int, Answers]:

@@ -122,7 +122,9 @@ def train_ensemble(
         CheckpointError: If ``out`` holds logits of another ensemble, or damaged ones.
         DivergenceError: If a model's loss or a weight is not finite; a note says which model's.
         ImportError: If ``dask`` is asked for and not installed.
-        RuntimeError: If a worker process dies.
+        RuntimeError: If a worker process dies; with ``dask``, if several do over the same model.
+        OSError: If no scheduler answers at ``cluster``, or it is lost. Nothing is asked of it if
+            ``out`` holds all members.
 
     Example:
         The label of the last point can only be remembered, and the second model never saw it.

@@ -136,9 +136,11 @@ def test_run_interrupted(folder, monkeypatch):
             "--device must name a device of this machine, such as cpu; ",
         ),
         (["tiny", "--out", "/proc/x.json"], "/proc/"),
+        (["tiny", "--cluster", "tcp://x:1"], "cluster cannot be used: tiny runs on one machine."),
     ],
 )
-def test_run_refuses(folder, arguments, message):
+def test_run_refuses(folder, monkeypatch, arguments, message):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: True)  # with Dask or without
     assert message in error("run", *arguments)
     assert not folder.exists() or not any(folder.iterdir())
 
@@ -166,6 +168,54 @@ def test_run_with_a_bug_shows_where(folder, monkeypatch):
     monkeypatch.setenv("TINY_0", "raise")
     done = CliRunner().invoke(cli.app, ["run", "tiny", "--workers", "0"])
     assert isinstance(done.exception, RuntimeError)
+
+
+def test_run_on_a_cluster_needs_dask(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    refusal = error("run", "tiny", "--cluster", "tcp://127.0.0.1:1")
+    assert refusal == 'Error: --cluster needs Dask: pip install "flatbook[cluster]".'
+    assert not folder.exists()
+
+
+@pytest.fixture
+def small_privacy(folder, monkeypatch):
+    from flatbook.experiments import privacy
+
+    pool = privacy.Pool("digits", 40, "small-cnn", 4, lr=0.05, batch_size=16)
+    cells = tuple(privacy.Cell("digits", name, None, 1, 4) for name in ("sgd", "sam"))
+    config = privacy.Config({"digits": pool}, cells, n_eval=20, draws=5)
+    monkeypatch.setattr(privacy, "CONFIGS", {"quick": config})
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # Dask's own
+def test_run_on_a_cluster_gives_the_same_values(small_privacy):
+    distributed = pytest.importorskip("distributed")
+    call("run", "privacy", "--workers", 0)
+    here = load_result("privacy", folder=small_privacy)
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None
+    ) as cluster:
+        address = cluster.scheduler_address
+        call("run", "privacy", "--workers", 0, "--cluster", address)
+        ran = sum(cluster.scheduler.cumulative_worker_metrics.values()) > 0
+    there = load_result("privacy", folder=small_privacy)
+    assert ran
+    assert there.values == here.values
+    assert there.config == here.config
+    assert there.command == "flatbook run privacy --scale quick --cluster ADDRESS"
+    assert there.device == f"{here.device}, and a Dask cluster"
+    assert "Dask" not in here.provenance()
+
+
+@pytest.mark.filterwarnings("ignore")  # Dask's own
+def test_run_on_no_cluster_says_so_at_once(small_privacy, monkeypatch):
+    pytest.importorskip("distributed")
+    monkeypatch.setattr("flatbook.crews._PATIENCE", 1)
+    refusal = error("run", "privacy", "--workers", 0, "--cluster", "tcp://127.0.0.1:1")
+    assert refusal == "Error: no Dask scheduler answers at tcp://127.0.0.1:1."
+    refusal = error("run", "privacy", "--workers", 0, "--cluster", "somewhere")
+    assert refusal.startswith("Error: cluster must be the address of a Dask scheduler")
 
 
 def test_data_lists_every_set(folder, tmp_path):

@@ -599,3 +599,50 @@ def test_a_cluster_that_loses_a_worker_gives_the_same_logits(tmp_path, x, y):
         make, x, y, design, CONFIG, cluster="tcp://127.0.0.1:1", out=tmp_path / "out"
     )
     assert torch.equal(again.logits, expected.logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dask's own
+def test_a_cluster_that_loses_all_its_workers_is_given_the_data_anew(tmp_path, x, y):
+    distributed = pytest.importorskip("distributed")
+    import dask
+
+    own = os.getpid()
+
+    def make(seed):
+        if os.getpid() != own and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mlp(seed)
+
+    design = balanced_design(4, POINTS)
+    patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "10 minutes"})
+    with (
+        patience,  # a busy machine takes longer to start the worker again than Dask waits for it
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
+    ):
+        got = train_ensemble(make, x, y, design, CONFIG, cluster=cluster)
+    assert (tmp_path / "killed").exists()
+    expected = train_ensemble(mlp, x, y, design, CONFIG, backend="joblib", workers=1)
+    assert torch.equal(got.logits, expected.logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dask's own
+@pytest.mark.parametrize(
+    ("cluster", "kind", "message"),
+    [
+        ("tcp://127.0.0.1:1", OSError, r"^no Dask scheduler answers at tcp://127\.0\.0\.1:1\.$"),
+        ("", ValueError, "^cluster must be the address of a Dask scheduler, such as .*; got ''"),
+        (
+            "http://10.0.0.1:80",
+            ValueError,
+            "^cluster must be the address.*; got 'http://10.0.0.1:8",
+        ),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_refused(x, y, monkeypatch, cluster, kind, message):
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(crews, "_PATIENCE", 1)
+    with pytest.raises(kind, match=message):
+        train_ensemble(mlp, x, y, balanced_design(2, POINTS), CONFIG, cluster=cluster)
