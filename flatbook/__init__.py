@@ -27,6 +27,7 @@ _NAMES = {
     "memorization": ("influence", "influence_entropy", "buckets"),
     "audit": ("attack_each",),
     "comparison": ("resamples", "mean_auc", "pooled_tpr"),
+    "unlearning": ("unlearn",),
     "results": ("load_result",),
 }
 _MODULES = (
