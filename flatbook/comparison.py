@@ -101,6 +101,9 @@ def resamples(num_models: int, num_points: int, *, draws: int = 400, seed: int =
         draws: How many.
         seed: Of the draws.
 
+    Returns:
+        How often each model and each point is drawn.
+
     Raises:
         ValueError: If a number is out of range.
 

@@ -120,6 +120,9 @@ def unlearn(
         **options: Those of the method, the fields of its class in :data:`METHODS`: ``alpha`` of
             NegGrad, for instance.
 
+    Returns:
+        The model, its history, and whether and why it stopped early.
+
     Raises:
         ValueError: If a set is empty, they share a row or do not fit the model, or an argument or
             option is unknown or out of range.
