@@ -237,7 +237,7 @@ MLP_WORK = {"plain loop": {}, "auto": {"backend": "auto"}}
 def bench_cnns(compare, default_threads, name):
     """The only round: the start of the two processes, which stay for a second one, counts."""
     data = load("fashion-mnist", n_train=600, n_test=200)
-    config = TrainConfig(epochs=3, batch_size=64, lr=0.05)
+    config = TrainConfig(epochs=20, batch_size=64, lr=0.05)
 
     def make(seed):
         return build("small-cnn", num_classes=10, in_channels=1, width=16, seed=seed)

@@ -105,11 +105,13 @@ TARGETS = [
 
 
 def main() -> None:
-    source = json.loads(Path(sys.argv[1]).read_text())
+    # Of a bench in several files the last counts, so that a part can be measured again.
+    sources = [json.loads(Path(path).read_text())["benchmarks"] for path in sys.argv[1:]]
+    benches = {(b["group"], b["name"]): b for source in sources for b in source}.values()
     medians: dict[str, dict[str, float]] = defaultdict(dict)
     errors: dict[str, dict[str, float]] = defaultdict(dict)
     peaks: dict[str, dict[str, int]] = defaultdict(dict)
-    for bench in source["benchmarks"]:
+    for bench in benches:
         medians[bench["group"]][bench["name"]] = bench["stats"]["median"]
         if "peak_bytes" in bench["extra_info"]:
             peaks[bench["group"]][bench["name"]] = bench["extra_info"]["peak_bytes"]
@@ -132,7 +134,7 @@ def main() -> None:
             "medians": {group: dict(rows) for group, rows in medians.items()},
             "peak_bytes": {group: dict(rows) for group, rows in peaks.items()},
         }
-    seconds = sum(bench["stats"]["total"] for bench in source["benchmarks"])
+    seconds = sum(bench["stats"]["total"] for bench in benches)
     run = replace(recording.run, wall_seconds=round(seconds, 3))
     run.save(RECORD)
     (HERE / "RESULTS.md").write_text(page(medians, peaks, run.provenance()), encoding="utf-8")
