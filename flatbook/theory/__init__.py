@@ -1,12 +1,13 @@
-"""Models of learning small enough to be solved on paper, in NumPy and float64.
+"""Models of learning small enough to be solved on paper, in float64.
 
 ``flatbook.theory.linear`` holds interpolating linear models: what a penalty on curvature does to
-the outputs of unseen samples, and what an attacker gains by it.
+the outputs of unseen samples, and what an attacker gains by it. ``flatbook.theory.signal_noise``
+holds the two-layer network that learns a signal and memorizes noise, in torch.
 """
 
 import importlib
 
-_PARTS = ("linear",)
+_PARTS = ("linear", "signal_noise")
 
 __all__ = [*_PARTS]
 
