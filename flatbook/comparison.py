@@ -8,7 +8,16 @@ import numpy as np
 from flatbook import checks
 from flatbook.arrays import as_array, flags_array, listed
 
-__all__ = ["Estimate", "Resamples", "mean_auc", "mean_rate", "pooled_tpr", "resamples"]
+__all__ = [
+    "Estimate",
+    "Resamples",
+    "mean_auc",
+    "mean_rate",
+    "over_points",
+    "point_resamples",
+    "pooled_tpr",
+    "resamples",
+]
 
 _ENTRIES = 2**20  # of the weights of pooled scores held at once
 
@@ -114,16 +123,42 @@ def resamples(num_models: int, num_points: int, *, draws: int = 400, seed: int =
         >>> resamples(4, 100, draws=2).points.sum(axis=1)
         array([100, 100, 100])
     """
-    counts = []
-    streams = np.random.default_rng(checks.count("seed", seed, at_least=0)).spawn(2)
-    for name, size, stream in (
-        ("num_models", num_models, streams[0]),
-        ("num_points", num_points, streams[1]),
-    ):
-        size = checks.count(name, size, at_least=2)
-        drawn = stream.multinomial(size, np.full(size, 1 / size), checks.count("draws", draws))
-        counts.append(np.concatenate([np.ones((1, size), dtype=np.int64), drawn]))
-    return Resamples(*counts)
+    of_models, of_points = _streams(seed)
+    return Resamples(
+        _counts("num_models", num_models, draws, of_models),
+        _counts("num_points", num_points, draws, of_points),
+    )
+
+
+def point_resamples(num_points: int, *, draws: int = 400, seed: int = 0) -> np.ndarray:
+    """Draw the points of :func:`resamples` alone, for what has one number a point.
+
+    Args:
+        num_points: At least 2.
+        draws: How many.
+        seed: Of the draws.
+
+    Returns:
+        How often each point is drawn; all ones in the first row. Shape ``(1 + draws, points)``.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> np.array_equal(point_resamples(9, draws=3), resamples(4, 9, draws=3).points)
+        True
+    """
+    return _counts("num_points", num_points, draws, _streams(seed)[1])
+
+
+def _streams(seed):
+    return np.random.default_rng(checks.count("seed", seed, at_least=0)).spawn(2)
+
+
+def _counts(name, size, draws, stream):
+    size = checks.count(name, size, at_least=2)
+    drawn = stream.multinomial(size, np.full(size, 1 / size), checks.count("draws", draws))
+    return np.concatenate([np.ones((1, size), dtype=np.int64), drawn])
 
 
 def mean_auc(scores, members, drawn: Resamples) -> Estimate:
@@ -251,6 +286,28 @@ def mean_rate(flags, chosen, drawn: Resamples) -> Estimate:
         raise ValueError("chosen must choose a pair; got none.")
     with np.errstate(invalid="ignore"):
         return _estimate(_drawn_pairs(drawn, values * counted) / _drawn_pairs(drawn, counted))
+
+
+def over_points(values, points) -> Estimate:
+    """Average one number a point.
+
+    Args:
+        values: Shape ``(points,)``.
+        points: How often each is drawn, from :func:`point_resamples`. Shape
+            ``(1 + draws, points)``.
+
+    Returns:
+        The mean.
+
+    Raises:
+        ValueError: If the shapes disagree or a number is not finite.
+
+    Example:
+        >>> over_points([1.0, 0.0, 0.0, 0.0], point_resamples(4, draws=2)).value
+        0.25
+    """
+    numbers = as_array("values", values, (np.shape(points)[1],)).astype(np.float64)
+    return _estimate(points @ numbers / points.sum(axis=1))
 
 
 def _drawn_pairs(drawn, values):

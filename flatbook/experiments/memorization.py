@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from flatbook.audit import attack_each
-from flatbook.comparison import Estimate, mean_rate, resamples
+from flatbook.comparison import Estimate, mean_rate, over_points, point_resamples, resamples
 from flatbook.data import Dataset
 from flatbook.ensembles import Ensemble, subset_design, train_ensemble
 from flatbook.experiments import Outcome
@@ -24,8 +24,9 @@ from flatbook.experiments.privacy import (
     SHARES,
     Cell,
     Pool,
+    at_equal_fit,
     ensemble,
-    over_points,
+    on_cluster,
     points_of,
 )
 from flatbook.membership import confidence, roc
@@ -54,7 +55,7 @@ class Config:
         rho: Of SAM.
         n_eval: Test points that influence is measured on.
         exact_points: Of the small set.
-        exact_seeds: Models without each of its points, and as many times more with all.
+        exact_seeds: Models without each of its points; with all of them 100, or as many if more.
         exact_epochs: Passes over the small set.
         fractions: Shares of the small set that models of the estimates see.
         draws: Resamples for intervals.
@@ -107,9 +108,14 @@ def run(
         tasks = {
             f"train-{name}": (config, c, folder, workers, progress) for name, c in cells.items()
         }
-        train = trained if cluster is None else partial(trained, cluster=cluster)
-        measure = _measured if cluster is None else partial(_measured, cluster=cluster)
-        units(checkpoint, tasks, train, label="ensembles", workers=0, **common)
+        units(
+            checkpoint,
+            tasks,
+            on_cluster(trained, cluster),
+            label="ensembles",
+            workers=0,  # processes within
+            **common,
+        )
         parts = {
             "memorization": memorized,
             "convergence": converged,
@@ -120,7 +126,7 @@ def run(
         found = units(
             checkpoint,
             {name: (part, config, cells, folder) for name, part in parts.items()},
-            measure,
+            on_cluster(_measured, cluster),
             label="measurements",
             workers=workers,
             **common,
@@ -187,28 +193,30 @@ def memorized(config, cells, trained_cell) -> dict:
             "influence_above": [(table > t).mean() for t in (0.1, 0.2, 0.3)],
             "pairs": _strongest(table),
         }
-    drawn = resamples(2, len(inside["sgd"]), draws=config.draws)
-    fit = {name: over_points(values, drawn) for name, values in inside.items()}
+    drawn = point_resamples(len(inside["sgd"]), draws=config.draws)
+    estimates = {
+        name: {"train_accuracy": over_points(inside[name], drawn)}
+        | {key: over_points(share(values), drawn) for key, share in SHARES.items()}
+        for name, values in scores.items()
+    }
+    sam, *curve = (estimates[name] for name in ("sam", "sgd-short", "sgd"))
+    within = (
+        curve[0]["train_accuracy"].value
+        <= sam["train_accuracy"].value
+        <= curve[1]["train_accuracy"].value
+    )
     found |= {"difference": {}, "matched": {}}
-    for key, share in SHARES.items():
-        values = {name: over_points(share(v), drawn) for name, v in scores.items()}
-        for name, value in values.items():
-            found[name][key] = value.recorded()
-        found["difference"][key] = (values["sam"] - values["sgd"]).recorded()
-        ends = "sgd-short", "sgd"
-        if fit[ends[0]].value <= fit["sam"].value <= fit[ends[1]].value:
-            curve = [e[name] for e in (fit, values) for name in ends]
-            matched = Estimate.of(_between, fit["sam"], *curve)
-            found["matched"][key] = (values["sam"] - matched).recorded()
+    for key in SHARES:
+        for name, values in estimates.items():
+            found[name][key] = values[key].recorded()
+        found["difference"][key] = (sam[key] - curve[1][key]).recorded()
+        if within:
+            found["matched"][key] = (sam[key] - at_equal_fit(sam, curve, key)).recorded()
     found["rank_correlation"] = spearmanr(scores["sgd"], scores["sam"]).statistic
     found["train_indices"] = data.train.indices
     found["test_indices"] = data.test.indices
     found["bins"] = BINS.round(4)
     return found
-
-
-def _between(at, left, right, low, high) -> float:
-    return low + (high - low) * (at - left) / (right - left)
 
 
 def _mean_where(values, chosen) -> np.ndarray:
@@ -322,16 +330,20 @@ def attacked(config, cells, trained_cell) -> dict:
     edges = (-1, 0.1, 0.25, 0.5, 0.75, 1.01)
     for name, cell in cells.items():
         data, models = trained_cell(cell)
-        design = models.design.numpy()
-        labels = data.train.y.numpy()
+        _, own = answers(data, models)
+        design = own.design
         scores = attack_each(
-            models.logits, labels, design, models.eval_logits, data.test.y.numpy(), attacks=["lira"]
+            models.logits,
+            data.train.y,
+            design,
+            models.eval_logits,
+            data.test.y,
+            attacks=["lira"],
         )["lira"]
         curve = roc(scores, design)
         found_at = scores >= curve.tpr_at(_FPR).threshold
         detected, alarmed = _mean_where(found_at, design), _mean_where(found_at, ~design)
-        right = models.logits.argmax(2).numpy() == labels
-        values = memorization(right, design)
+        values = memorization(own.right, design)
         drawn = resamples(*design.shape, draws=config.draws)
         rows = []
         for low, high in pairwise(edges):

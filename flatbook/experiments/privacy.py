@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from flatbook.audit import attack_each, in_turn
-from flatbook.comparison import Estimate, Resamples, mean_auc, mean_rate, pooled_tpr, resamples
+from flatbook.comparison import (
+    Estimate,
+    Resamples,
+    mean_auc,
+    mean_rate,
+    over_points,
+    point_resamples,
+    pooled_tpr,
+    resamples,
+)
 from flatbook.data import Dataset, load
 from flatbook.ensembles import Ensemble, balanced_design, train_ensemble
 from flatbook.experiments import Outcome
@@ -201,17 +210,14 @@ def run(
             found = units(checkpoint, tasks, work, label=stage, workers=workers, **options)
             return {name: found[f"{stage}-{name}"] for name in cells}
 
-        def on(work):
-            return work if cluster is None else partial(work, cluster=cluster)
-
         train = {c.name: (config, c, folder, workers, progress) for c in config.cells}
-        training = each("train", on(trained), train, 0)  # processes within
+        training = each("train", on_cluster(trained, cluster), train, 0)  # processes within
         rows = {
             f"{cell.name}-{count}": (config, cell, folder, count)
             for cell in config.cells
             for count in sorted({cell.models, min(cell.models, _BLOCK)}, reverse=True)
         }
-        audits = each("audit", on(audited), rows, workers)
+        audits = each("audit", on_cluster(audited, cluster), rows, workers)
         forms = {cell.name: (config, cell, folder) for cell in config.cells[:2]}
         values = {
             "cells": {
@@ -221,7 +227,7 @@ def run(
             "against_sgd": {
                 c.name: compared(config, c, audits) for c in config.cells if c.optimizer != "sgd"
             },
-            "lira_forms": each("forms", on(lira_forms), forms, workers),
+            "lira_forms": each("forms", on_cluster(lira_forms, cluster), forms, workers),
         }
         if config.tuning:
             rates = {
@@ -235,6 +241,11 @@ def run(
     data = [load(name) for name in sorted(sets)]
     seeds = range(max(cell.models for cell in config.cells))
     return Outcome(values, seeds=seeds, data={d.name: d.checksum for d in data})
+
+
+def on_cluster(work, cluster: str | None):
+    """Return the work of a unit, told where ensembles are trained if that is not here."""
+    return work if cluster is None else partial(work, cluster=cluster)
 
 
 def points_of(pool: Pool, n_eval: int) -> Dataset:
@@ -338,18 +349,17 @@ def audited(task, cluster: str | None = None) -> dict:
     design = models.design[:rows].numpy()
     logits, eval_logits = models.logits[:rows], models.eval_logits[:rows]
     drawn = resamples(*design.shape, draws=config.draws)
-    tests = resamples(rows, eval_logits.shape[1], draws=config.draws, seed=1)
-    tests = Resamples(drawn.models, tests.points)
-    right = (logits.argmax(2) == data.train.y).double()
-    tested = (eval_logits.argmax(2) == data.test.y).double()
+    tests = point_resamples(eval_logits.shape[1], draws=config.draws, seed=1)
+    right = (logits.argmax(2) == data.train.y).numpy()
+    tested = (eval_logits.argmax(2) == data.test.y).numpy()
     estimates = {
         "train_accuracy": mean_rate(right, design, drawn),
-        "test_accuracy": mean_rate(tested, torch.ones_like(tested), tests),
+        "test_accuracy": mean_rate(tested, np.ones_like(tested), Resamples(drawn.models, tests)),
     }
     memorized = memorization(right, design)
-    memorized = memorized.numpy() if isinstance(memorized, Tensor) else memorized
     estimates |= {
-        f"memorization {key}": over_points(share(memorized), drawn) for key, share in SHARES.items()
+        f"memorization {key}": over_points(share(memorized), drawn.points)
+        for key, share in SHARES.items()
     }
     attacks = {}
     for name, scores in attack(data, models, rows).items():
@@ -394,12 +404,6 @@ def success(scores, design, drawn: Resamples) -> tuple[dict, dict[str, Estimate]
     found = {key: value.recorded() for key, value in estimates.items()}
     oracle = roc(scores, design).balanced_accuracy
     return found | {"auc_by_model": areas, "oracle_accuracy": oracle}, estimates
-
-
-def over_points(values, drawn: Resamples) -> Estimate:
-    """Average one number a point, and in every resample of points."""
-    means = drawn.points @ np.asarray(values, dtype=np.float64) / drawn.points.sum(axis=1)
-    return Estimate(means[0], means[1:])
 
 
 def _by_side(values, design) -> dict:
@@ -453,14 +457,22 @@ def compared(config: Config, cell: Cell, audits: dict) -> dict:
     reach = [e["train_accuracy"].value for e in curve]
     if len(curve) > 1 and reach[0] <= own["train_accuracy"].value <= reach[-1]:
         found["matched"] = {
-            key: (value - _interpolated(own, curve, key)).recorded()
+            key: (value - at_equal_fit(own, curve, key)).recorded()
             for key, value in own.items()
             if key != "train_accuracy"
         }
     return found
 
 
-def _interpolated(own: dict, curve: list[dict], key: str) -> Estimate:
+def at_equal_fit(own: dict, curve: list[dict], key: str) -> Estimate:
+    """Interpolate a measure of SGD at another's training accuracy, in every resample.
+
+    Args:
+        own: Estimates of the other ensemble, by name, ``"train_accuracy"`` among them.
+        curve: Those of SGD's ensembles.
+        key: The name of the measure.
+    """
+
     def at(accuracy, *both):
         known, values = np.reshape(both, (2, -1))
         order = np.argsort(known)

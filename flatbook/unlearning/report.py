@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from flatbook import checks
-from flatbook.comparison import Estimate, resamples
+from flatbook.comparison import Estimate, over_points, point_resamples
 from flatbook.rates import clopper_pearson
 from flatbook.unlearning.metrics import SETS, right, tug_of_war
 from flatbook.unlearning.sets import checked
@@ -168,9 +168,8 @@ def compare(
         n = len(flags[0])
         if n < 2:
             raise ValueError(f"{name} must have at least 2 points to resample; got {n}.")
-        drawn = resamples(2, n, draws=draws, seed=seed + number).points  # sets are independent
-        shares = [drawn @ own / n for own in flags]
-        pair = [Estimate(float(share[0]), share[1:]) for share in shares]
+        drawn = point_resamples(n, draws=draws, seed=seed + number)  # sets are independent
+        pair = [over_points(own, drawn) for own in flags]
         hits = [int(own.sum()) for own in flags]
         rows[name] = Row(
             n,
