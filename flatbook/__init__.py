@@ -1,6 +1,6 @@
 """Flat minima, measured. Names load on first use, so importing this stays light."""
 
-import importlib
+from flatbook.lazy import attach
 
 _NAMES = {
     "runtime": ("device", "scale", "seed_everything"),
@@ -31,7 +31,6 @@ _NAMES = {
     "results": ("load_result",),
 }
 _MODULES = (
-    *_NAMES,
     "checks",
     "cli",
     "experiments",
@@ -41,19 +40,6 @@ _MODULES = (
     "theory",
     "units",
 )
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [*_HOME, *_MODULES]
+__getattr__, __dir__, __all__ = attach(__name__, _NAMES, _MODULES)
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"flatbook.{_HOME[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"flatbook.{name}")
-    raise AttributeError(f"module 'flatbook' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -78,13 +78,18 @@ class Source:
 def checksum(*arrays: np.ndarray | Tensor) -> str:
     """Return the SHA-256 of the arrays' types, shapes and bytes, in order, as hexadecimals.
 
+    NumPy has no bfloat16: such a tensor counts as the float32 of equal value.
+
     Example:
         >>> checksum(np.zeros(2)) == checksum(np.zeros(2)) != checksum(np.zeros((2, 1)))
         True
     """
     digest = hashlib.sha256()
     for array in arrays:
-        array = array.detach().cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
+        if isinstance(array, Tensor):
+            array = array.float() if array.dtype == torch.bfloat16 else array
+            array = array.detach().cpu().numpy()
+        array = np.asarray(array)
         digest.update(f"{array.dtype.str}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -25,6 +25,13 @@ def choice(name: str, value: object, allowed: Collection[str]) -> str:
     raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
+def flag(name: str, value: bool) -> bool:
+    """Return ``value`` if it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}.")
+    return value
+
+
 def positive(name: str, value: float) -> float:
     """Return ``value`` as a float if it is finite and above zero."""
     return _number(name, value, "a finite number above 0", lambda v: v > 0)

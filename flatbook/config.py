@@ -103,8 +103,7 @@ class TrainConfig:
         if self.alpha is not None:
             check("alpha", checks.non_negative)
         for name in ("channels_last", "stop_at_interpolation"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
+            check(name, checks.flag)
         if self.augment is not None and not callable(self.augment):
             check("augment", checks.choice, ("crop-flip",))
 

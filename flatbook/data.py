@@ -142,8 +142,7 @@ def load(
         if n is not None:
             checks.count(argument, n, at_most=limit)
     checks.count("seed", seed, at_least=0)
-    if not isinstance(download, bool):
-        raise ValueError(f"download must be True or False; got {download!r}.")
+    checks.flag("download", download)
     options = {}
     if entry.image_size:
         size = entry.image_size if image_size is None else image_size

@@ -16,7 +16,7 @@ PACKAGE = Path(flatbook.__file__).parent
 # A module imports only from those before it.
 # fmt: off
 ORDER = [
-    "checks", "files", "jsonfile", "runtime", "progress", "provenance", "summaries",
+    "lazy", "checks", "files", "jsonfile", "runtime", "progress", "provenance", "summaries",
     "archives", "vision", "registry", "data",
     "models",
     "curvature", "landscape", "sharpness",
@@ -181,7 +181,7 @@ def test_everything_public_is_documented(module):
 
 
 FACE = [
-    *flatbook._HOME,
+    *(name for names in flatbook._NAMES.values() for name in names),
     "results.Run",
     "results.Summary",
     "results.summarise",

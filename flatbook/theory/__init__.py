@@ -5,18 +5,6 @@ the outputs of unseen samples, and what an attacker gains by it. ``flatbook.theo
 holds the two-layer network that learns a signal and memorizes noise, in torch.
 """
 
-import importlib
+from flatbook.lazy import attach
 
-_PARTS = ("linear", "signal_noise")
-
-__all__ = [*_PARTS]
-
-
-def __getattr__(name: str):
-    if name in _PARTS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(__name__, {}, ("linear", "signal_noise"))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flatbook import checks
+from flatbook.theory.decomposition import SIGNS
 from flatbook.theory.signal_noise import VALUE, Activation, SignalNoiseData, TwoLayerCNN
 
 
@@ -154,11 +155,26 @@ def responses(problems: Problems, kappa: Tensor, zeta: Tensor) -> tuple[Tensor, 
             f"(..., {', '.join(map(str, shape))}); got {tuple(kappa.shape)} and "
             f"{tuple(zeta.shape)}."
         )
+    memorized = (along_noise(problems, zeta) @ problems.noise_gram).unflatten(
+        -2, (2, problems.filters)
+    )
+    return problems.response + SIGNS * kappa, problems.noise_response + memorized
+
+
+def along_noise(problems: Problems, zeta: Tensor) -> Tensor:
+    r"""Return the coefficients of :math:`\xi_i` in the filters: those of the decomposition.
+
+    .. math:: \frac{\zeta_{j,r,i}}{(P - 1) \, \|\xi_i\|^2}
+
+    Args:
+        problems: The cells.
+        zeta: :math:`\zeta_{j,r,i}`. Shape ``(..., cells, 2, m, n)``.
+
+    Returns:
+        Filters of :math:`F_{+}` first. Shape ``(..., cells, 2m, n)``.
+    """
     squares = problems.noise_gram.diagonal(dim1=1, dim2=2)
-    part = zeta.flatten(-3, -2) / ((problems.patches - 1)[:, None] * squares)[:, None]
-    memorized = (part @ problems.noise_gram).unflatten(-2, (2, problems.filters))
-    signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    return problems.response + signs * kappa, problems.noise_response + memorized
+    return zeta.flatten(-3, -2) / ((problems.patches - 1)[:, None] * squares)[:, None]
 
 
 def outputs(problems: Problems, kappa: Tensor, zeta: Tensor) -> Tensor:

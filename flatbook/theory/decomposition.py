@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+"""j of the filters of either class. Shape ``(2, 1)``."""
+
 
 class Span(NamedTuple):
     """The span of signal and noise, factored: unit columns = q r."""
@@ -125,7 +128,7 @@ def decompose(net: Networks, net0: nn.Module | Tensor, data: SignalNoiseData) ->
         left = torch.linalg.vector_norm(change - inside @ q.T, dim=(-3, -2, -1))
         size = torch.linalg.vector_norm(change, dim=(-3, -2, -1))
         residual = torch.where(size > 0, left / size, 0.0)
-        kappa = parts[..., 0] * torch.tensor([[1.0], [-1.0]])
+        kappa = parts[..., 0] * SIGNS
         zeta = (patches - 1) * parts[..., 1:]
     return Decomposition(kappa, zeta, residual if residual.ndim else residual.item())
 
@@ -162,8 +165,7 @@ def compose(kappa: Tensor, zeta: Tensor, net0: nn.Module | Tensor, data: SignalN
             f"kappa and zeta must have shapes (..., 2, {start.shape[1]}) and "
             f"(..., 2, {start.shape[1]}, {n}); got {tuple(kappa.shape)} and {tuple(zeta.shape)}."
         )
-    signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    learned = (signs * kappa)[..., None] * data.signal / data.signal.square().sum()
+    learned = (SIGNS * kappa)[..., None] * data.signal / data.signal.square().sum()
     memorized = zeta / (patches - 1) @ (data.noise / data.noise.square().sum(1, keepdim=True))
     return start + learned + memorized
 

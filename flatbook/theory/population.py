@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flatbook import checks
-from flatbook.theory.coordinates import Problems, responses
+from flatbook.theory.coordinates import Problems, along_noise, responses
+from flatbook.theory.decomposition import SIGNS
 from flatbook.theory.signal_noise import VALUE
 
 _DEGREE = {"relu": 1, "squared_relu": 2}  # σ(s z) = s^degree σ(z) for s ≥ 0
@@ -69,8 +70,7 @@ def covariance(problems: Problems, kappa: Tensor, zeta: Tensor) -> Tensor:
         >>> torch.equal(covariance(problem, *start), 9 * problem.gram[:, 2:, 2:])
         True
     """
-    squares = problems.noise_gram.diagonal(dim1=1, dim2=2)
-    part = zeta.flatten(-3, -2) / ((problems.patches - 1)[:, None] * squares)[:, None]
+    part = along_noise(problems, zeta)
     one = torch.eye(part.shape[-2], dtype=torch.float64).expand(*part.shape[:-1], -1)
     rows = torch.cat([part.double(), one], dim=-1)
     return problems.noise[:, None, None] ** 2 * (rows @ problems.gram @ rows.mT)
@@ -117,7 +117,7 @@ def evaluate(
     checks.count("seed", seed, at_least=0)
     value, m = VALUE[problems.activation], problems.filters
     a, _ = responses(problems, kappa, zeta)
-    signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64) / m
+    signs = SIGNS / m
     # By true label: +1, then −1. Shape (..., cells, 2).
     signal = torch.stack([y * (signs * value(y * a)).sum(dim=(-2, -1)) for y in (1, -1)], dim=-1)
     shape = signal.shape[:-1]

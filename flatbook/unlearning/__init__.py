@@ -13,7 +13,7 @@
 The reference of all of them is a model trained on the retained data alone.
 """
 
-import importlib
+from flatbook.lazy import attach
 
 _NAMES = {
     "loop": ("Unlearned", "unlearn"),
@@ -31,19 +31,5 @@ _NAMES = {
     "entanglement": ("variance_entanglement", "wasserstein_entanglement"),
     "report": ("Report", "compare"),
 }
-_PARTS = (*_NAMES, "sets", "sharp_minmax")
-_HOME = {name: part for part, names in _NAMES.items() for name in names}
 
-__all__ = [*_HOME, *_PARTS]
-
-
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    if name in _PARTS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("sets", "sharp_minmax"))

@@ -28,6 +28,7 @@ from flatbook.unlearning.methods import (
     Scrub,
     Task,
 )
+from flatbook.unlearning.saliency import builder
 from flatbook.unlearning.sets import retain_and_forget, streamed
 from flatbook.unlearning.sharp_minmax import SharpMinMax
 
@@ -145,17 +146,17 @@ def unlearn(
     checks.count("seed", seed, at_least=0)
     if loss_limit != math.inf:
         checks.positive("loss_limit", loss_limit)
-    for argument, value in (("optimizer", optimizer), ("measure", measure)):
-        if value is not None and not callable(value):
-            raise ValueError(f"{argument} must be a function or None; got {value!r:.80}.")
+    if measure is not None and not callable(measure):
+        raise ValueError(f"measure must be a function or None; got {measure!r:.80}.")
+    build = builder(optimizer)
 
-    initial = checksum(*_tensors(model, wide=True)) if checkpoint is not None else ""
+    initial = checksum(*_tensors(model)) if checkpoint is not None else ""
     student = model if inplace else deepcopy(model)
     parameters = [p for p in student.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("model must have a parameter that requires a gradient; it has none.")
     method.start(student, Task(retain, forget, classes, epochs, seed))
-    optimizers = method.build(student, _validated(optimizer), parameters)
+    optimizers = method.build(student, build, parameters)
 
     history: list[dict[str, float]] = []
     if checkpoint is not None:
@@ -166,7 +167,7 @@ def unlearn(
             "batch_size": batch_size,
             "seed": seed,
             "optimizer": repr(optimizers),
-            "data": checksum(*(_wide(t) for t in (*retain, *forget))),
+            "data": checksum(*retain, *forget),
             "model": checkpoints.layout(student),
             "weights": initial,
         }
@@ -247,31 +248,9 @@ def _chosen(method, options) -> tuple[str, Method]:
     return name, METHODS[name](**options)
 
 
-def _validated(optimizer) -> Callable[[list], Optimizer]:
-    """Return what builds the optimizer, and refuse what it builds if that is none."""
-
-    def build(parameters: list) -> Optimizer:
-        if optimizer is None:
-            return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-        built = optimizer(parameters)
-        if not isinstance(built, Optimizer):
-            raise ValueError(
-                f"optimizer must return a torch optimizer; got {type(built).__name__}."
-            )
-        return built
-
-    return build
-
-
-def _tensors(model: nn.Module, *, wide: bool = False) -> list[Tensor]:
+def _tensors(model: nn.Module) -> list[Tensor]:
     """Return all parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [_wide(t) for t in tensors] if wide else tensors
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Return ``value`` in a type that NumPy has."""
-    return value.float() if value.dtype == torch.bfloat16 else value
+    return [*model.parameters(), *model.buffers()]
 
 
 def _restored(path, identity, model, optimizers) -> list[dict[str, float]]:

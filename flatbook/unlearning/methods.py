@@ -148,7 +148,7 @@ class RandomLabel(Method):
     redraw: bool = False
 
     def __post_init__(self):
-        _flag("redraw", self.redraw)
+        checks.flag("redraw", self.redraw)
 
     def start(self, model, task):
         """Put R and F together."""
@@ -302,8 +302,3 @@ class Scrub(Method):
     def min_loss(self, model, retain):
         """Return γ·CE(R) + β·T²·KL(R)."""
         return self.gamma * ce(model, retain) + self.beta * self.divergence(model, retain[0])
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False; got {value!r}.")

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatbook import checks, runtime
-from flatbook.arrays import signal_array
+from flatbook.arrays import returned, signal_array
 from flatbook.membership import class_thresholds, lira
 from flatbook.models import evaluating
 from flatbook.training import epoch_seeds
 from flatbook.unlearning.methods import ce, step
+from flatbook.unlearning.saliency import builder
 from flatbook.unlearning.sets import Pair, batches, checked
 
 SETS = ("retain", "forget", "test")
@@ -197,8 +198,7 @@ def u_lira(
     shadows = np.concatenate([seen, unseen])
     design = np.repeat([True, False], [len(seen), len(unseen)])[:, None].repeat(len(target), axis=1)
     scores = lira(target, shadows, design, variance=variance)
-    given = (target_signal, unlearned_signals, retrained_signals)
-    return torch.from_numpy(scores) if any(isinstance(g, Tensor) for g in given) else scores
+    return returned(scores, target_signal, unlearned_signals, retrained_signals)
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,7 @@ def relearning_time(
     data, _ = checked(model, "forget", forget)
     student = deepcopy(model)
     parameters = [p for p in student.parameters() if p.requires_grad]
-    sgd = optimizer or (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
-    moving = sgd(parameters)
+    moving = builder(optimizer)(parameters)
     reached = [float(right(student, data).double().mean())]
     while reached[-1] < goal and len(reached) <= max_epochs:
         order_seed, _, dropout_seed = epoch_seeds(seed, len(reached) - 1)

@@ -1,5 +1,7 @@
 """Which weights matter to the data to forget, and optimizers that move those alone."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -124,6 +126,24 @@ class GradientMasked(Masked):
             return super().descend(update)
         finally:
             self._masks = masks
+
+
+def builder(optimizer: Callable[[list], Optimizer] | None) -> Callable[[list], Optimizer]:
+    """Return what builds the optimizer; it refuses what is none. None builds the default."""
+    if optimizer is not None and not callable(optimizer):
+        raise ValueError(f"optimizer must be a function or None; got {optimizer!r:.80}.")
+
+    def build(parameters: list) -> Optimizer:
+        if optimizer is None:
+            return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+        built = optimizer(parameters)
+        if not isinstance(built, Optimizer):
+            raise ValueError(
+                f"optimizer must return a torch optimizer; got {type(built).__name__}."
+            )
+        return built
+
+    return build
 
 
 def masked(optimizer: Optimizer, model: nn.Module, mask: dict[str, Tensor]) -> Optimizer:
