@@ -92,11 +92,12 @@ def units(
         for key, value in computed:
             done[key] = plain(value, f"the result of unit {key}")
             if folder is not None:
-                write_json(_path(folder, key), {"device": device, "value": done[key]})
                 now = time.perf_counter()
                 manifest["seconds"] = round(manifest["seconds"] + now - mark, 3)
                 mark = now
+                # The time first: no unit is ever kept whose time a kill in between has lost.
                 write_json(folder / _MANIFEST, manifest)
+                write_json(_path(folder, key), {"device": device, "value": done[key]})
             bar.update()
     return {key: done[key] for key in tasks}
 

@@ -174,7 +174,7 @@ def along_noise(problems: Problems, zeta: Tensor) -> Tensor:
         Filters of :math:`F_{+}` first. Shape ``(..., cells, 2m, n)``.
     """
     squares = problems.noise_gram.diagonal(dim1=1, dim2=2)
-    return zeta.flatten(-3, -2) / ((problems.patches - 1)[:, None] * squares)[:, None]
+    return zeta.double().flatten(-3, -2) / ((problems.patches - 1)[:, None] * squares)[:, None]
 
 
 def outputs(problems: Problems, kappa: Tensor, zeta: Tensor) -> Tensor:
