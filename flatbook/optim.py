@@ -421,7 +421,7 @@ class SharpnessMax(SAM):
 
     Args:
         base_optimizer: As for `SAM`, like all that is not listed.
-        lam: λ, the price of a unit of sharpness in units of loss; above 0.
+        lam: λ, the price of a unit of sharpness in units of loss; at 0 the loss alone counts.
 
     Example:
         On :math:`L = \tfrac12 \|w\|^2` from (3, 4), g_s − g = ε = (0.3, 0.4), so λ = 10 stops
@@ -450,7 +450,7 @@ class SharpnessMax(SAM):
         mask: dict[str, Tensor] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.lam = checks.positive("lam", lam)
+        self.lam = checks.non_negative("lam", lam)
         super().__init__(base_optimizer, model=model, rho=rho, mask=mask, scaler=scaler)
 
     def combine(self, g: ParameterVector, g_s: ParameterVector) -> ParameterVector:

@@ -55,7 +55,10 @@ EXPERIMENTS: dict[str, str] = {
     "adversarial-training": "How far adversarial training widens the basin of clean images.",
     "privacy": "Membership attacks on SGD and the SAM family, by data, network and fit.",
     "memorization": "What SGD and SAM remember, whom it helps, and whom the attack finds.",
+    "unlearning": "Eight ways to unlearn, three optimizers, three forget sets, tuned alike.",
+    "unlearning-resnet": "NegGrad and Sharp MinMax on a residual network.",
     "prompts": "A suffix that makes a language model answer wrongly, and sharpness along the way.",
+    "signal-noise": "What two-layer networks learn and memorize, in training and unlearning.",
 }
 """The one-line description of each experiment, by name."""
 

@@ -7,6 +7,7 @@
 - ``sharp_minmax``: flatten the loss of the retained data, sharpen that of the forgotten.
 - ``metrics``: tug-of-war, membership attacks on the forgotten data, relearning time.
 - ``entanglement``: how far the features of the two sets are from being apart.
+- ``assessment``: all measures of one model in one call.
 - ``report``: two models side by side, as a table and a figure.
 - ``sets``: what may be forgotten, and in which batches.
 
@@ -29,7 +30,9 @@ _NAMES = {
         "relearning_time",
     ),
     "entanglement": ("variance_entanglement", "wasserstein_entanglement"),
+    "assessment": ("Assessment", "assess"),
     "report": ("Report", "compare"),
+    "sets": ("by_memorization",),
 }
 
-__getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("sets", "sharp_minmax"))
+__getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("sharp_minmax",))

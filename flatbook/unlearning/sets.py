@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from flatbook import checks
+from flatbook.arrays import signal_array
 from flatbook.curvature import logits_of_one
 
 Pair = tuple[Tensor, Tensor]
@@ -96,6 +97,46 @@ def _digests(x: Tensor, y: Tensor) -> Iterator[bytes]:
         digest = hashlib.blake2b(row.data, digest_size=16)
         digest.update(label.to_bytes(8, "little"))
         yield digest.digest()
+
+
+def by_memorization(scores, size: int, *, ties=None) -> dict[str, np.ndarray]:
+    """Choose three sets to forget: what is memorized most, middling, and least.
+
+    Points are ranked by their score. The sets are both ends of the ranking and its middle.
+
+    Args:
+        scores: Memorization of each point, such as `flatbook.memorization.memorization`. Shape
+            ``(points,)``.
+        size: Points in each set; the three must not overlap.
+        ties: A second score that decides between equal ones, as few models leave many; None
+            decides by position. Shape ``(points,)``.
+
+    Returns:
+        Positions in increasing order, under ``"high"``, ``"mid"`` and ``"low"``. Each of shape
+        ``(size,)``.
+
+    Raises:
+        ValueError: If the arrays disagree, a score is not finite, or the sets would overlap.
+
+    Reference:
+        Zhao et al. (2024). What makes unlearning hard and what to do about it. NeurIPS.
+
+    Example:
+        >>> {name: rows.tolist() for name, rows in by_memorization([0.9, 0, 0.4, 0.1], 1).items()}
+        {'high': [0], 'mid': [3], 'low': [1]}
+    """
+    scores = signal_array("scores", scores, ("points",))
+    ties = np.zeros(len(scores)) if ties is None else signal_array("ties", ties, (len(scores),))
+    size = checks.count("size", size)
+    if 3 * size > len(scores):
+        raise ValueError(
+            f"size must be at most a third of the {len(scores)} points, or the sets overlap; "
+            f"got {size}."
+        )
+    order = np.lexsort((ties, scores))
+    middle = (len(order) - size) // 2
+    chosen = {"high": order[-size:], "mid": order[middle : middle + size], "low": order[:size]}
+    return {name: np.sort(rows) for name, rows in chosen.items()}
 
 
 def batches(size: int, batch_size: int, random: torch.Generator) -> Sequence[Tensor]:

@@ -52,7 +52,8 @@ class SharpMinMax(Method):
             overfits F on purpose. The sign of the loss is opposite, the sharpness that of the loss
             so signed.
         rho: Radius around a plain optimizer; otherwise that of the optimizer holds.
-        lam: λ, the weight of the sharpness of F, above 0.
+        lam: λ, the weight of the sharpness of F, 0 or more. At 0 the half that forgets follows the
+            loss alone, and only the other is aware of sharpness.
         variant: ``"released"`` does what public code does. :math:`W_F` are the weights with the
             *least* gradients; both ascents move all weights; and of the two gradients, only the
             second is masked. With g before and :math:`g_s` after the ascent, and the mask m, the
@@ -76,7 +77,7 @@ class SharpMinMax(Method):
         checks.fraction("fraction", self.fraction)
         checks.choice("forget_objective", self.forget_objective, ("ascent", "descent"))
         checks.positive("rho", self.rho)
-        checks.positive("lam", self.lam)
+        checks.non_negative("lam", self.lam)
         checks.choice("variant", self.variant, ("paper", "released"))
 
     def start(self, model, task):
