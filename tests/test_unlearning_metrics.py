@@ -15,10 +15,12 @@ from scipy.stats import norm, wasserstein_distance
 from torch import nn
 
 from flatbook.membership import clopper_pearson, logit_signal, roc
-from flatbook.models import evaluating
+from flatbook.models import build, evaluating
 from flatbook.runtime import forked_seed, generator
 from flatbook.unlearning import (
     accuracies,
+    assess,
+    by_memorization,
     compare,
     mia_correctness,
     relearning_time,
@@ -362,3 +364,84 @@ def test_report_refuses():
         compare(nn.Identity(), nn.Identity(), retain=data, forget=data, test=data, names=("a",))
     with pytest.raises(ValueError, match=r"^second must be a torch module; got NoneType\.$"):
         compare(nn.Identity(), None, retain=data, forget=data, test=data)
+
+
+# --- sets by memorization, and all measures at once ----------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(3, 40), st.data())
+def test_sets_by_memorization_are_the_ends_and_the_middle(points, data):
+    scores = np.array(data.draw(st.lists(st.integers(0, 4), min_size=points, max_size=points)))
+    ties = np.array(data.draw(st.permutations(range(points))))
+    size = data.draw(st.integers(1, points // 3))
+    sets = by_memorization(scores, size, ties=ties)
+    rank = np.argsort(np.lexsort((ties, scores)))  # a strict order, for the ties are distinct
+    assert {len(rows) for rows in sets.values()} == {size}
+    assert set(rank[sets["low"]]) == set(range(size))
+    assert set(rank[sets["high"]]) == set(range(points - size, points))
+    middle = np.sort(rank[sets["mid"]])
+    assert (np.diff(middle) == 1).all()
+    assert abs(middle.mean() - (points - 1) / 2) <= 0.5
+    assert all((np.diff(rows) > 0).all() for rows in sets.values())
+
+
+@pytest.mark.parametrize(
+    ("scores", "size", "options", "message"),
+    [
+        ([0.1, 0.2], 1, {}, r"size must be at most a third of the 2 points, or the sets overlap; "
+         r"got 1\."),
+        ([0.1, np.nan, 0.3], 1, {}, "scores must"),
+        ([0.1, 0.2, 0.3], 0, {}, "size must be"),
+        ([0.1, 0.2, 0.3], 1, {"ties": [0.1]}, "ties must"),
+    ],
+)  # fmt: skip
+def test_sets_by_memorization_refuse(scores, size, options, message):
+    with pytest.raises(ValueError, match=message):
+        by_memorization(scores, size, **options)
+
+
+def small_model():
+    return build("mlp", num_classes=3, input_shape=(20,), width=16, seed=1).train()
+
+
+def test_assess_is_every_measure_of_its_own():
+    model = small_model()
+    y = generator(3)
+    sets = {
+        name: (torch.rand(n, 20, generator=y), torch.randint(3, (n,), generator=y))
+        for name, n in (("retain", 30), ("forget", 12), ("test", 25))
+    }
+    found = assess(model, **sets, batch_size=7)
+    assert model.training
+    assert found.accuracy == accuracies(model, **sets)
+    with evaluating(model), torch.no_grad():
+        signals = {name: logit_signal(model(x), own) for name, (x, own) in sets.items()}
+        features = {name: model.features(x) for name, (x, _) in sets.items()}
+    np.testing.assert_allclose(found.signals, signals["forget"], rtol=1e-5)
+    wanted = mia_correctness(signals["retain"], signals["test"], signals["forget"])
+    assert found.mia == pytest.approx(wanted)
+    assert found.attacked == found.accuracy | {"mia": found.mia}
+    pair = features["retain"], features["forget"]
+    assert found.variance == pytest.approx(variance_entanglement(*pair), rel=1e-5)
+    assert found.wasserstein == pytest.approx(wasserstein_entanglement(*pair), rel=1e-5)
+
+
+def test_assess_of_dead_features_has_no_direction():
+    model = small_model()
+    with torch.no_grad():
+        for p in model.body.parameters():
+            p.fill_(-1)
+    x, y = torch.rand(6, 20), torch.tensor([0, 1, 2, 0, 1, 2])
+    found = assess(model, retain=(x, y), forget=(x, y), test=(x, y))
+    assert math.isnan(found.wasserstein)
+    assert found.accuracy["test"] == pytest.approx(1 / 3)
+
+
+def test_assess_refuses_what_has_no_features():
+    x, y = torch.rand(6, 20), torch.tensor([0, 1, 2, 0, 1, 2])
+    sets = {"retain": (x, y), "forget": (x, y), "test": (x, y)}
+    with pytest.raises(ValueError, match="must have a method features and a layer head; it has no"):
+        assess(nn.Linear(20, 3), **sets)
+    with pytest.raises(ValueError, match="max_points must be"):
+        assess(small_model(), **sets, max_points=0)

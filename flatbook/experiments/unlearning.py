@@ -45,29 +45,41 @@ RADII = {"sgd": None, "sam": 0.1, "asam": 1.0}
 
 SETS = ("high", "mid", "low")
 
-_LRS = (0.003, 0.01, 0.03, 0.06, 0.1, 0.2)
-_ALPHAS = ({"alpha": a} for a in (0.97, 0.9, 0.7))
+
+def _rates(*rates: float) -> tuple[dict, ...]:
+    return tuple({"lr": rate} for rate in rates)
 
 
-def _settings(rates, options) -> tuple[dict, ...]:
-    return tuple({"lr": rate} | dict(option) for rate in rates for option in options)
+def _ascents(*pairs: tuple[float, float]) -> tuple[dict, ...]:
+    return tuple({"lr": rate, "alpha": alpha} for rate, alpha in pairs)
 
 
-_ASCENT = _settings((0.01, 0.03), tuple(_ALPHAS))
+def _product(rates: tuple[float, ...], **option: tuple[float, float]) -> tuple[dict, ...]:
+    ((name, values),) = option.items()
+    return tuple({"lr": rate, name: value} for rate in rates for value in values)
+
+
+_MINMAX = _ascents(
+    (0.01, 0.98), (0.03, 0.97), (0.03, 0.85), (0.01, 0.99), (0.03, 0.99), (0.03, 0.93)
+)
 TRIALS: dict[str, tuple[dict, ...]] = {
-    "finetune": _settings(_LRS, ({},)),
-    "neg_grad": _ASCENT,
-    "random_label": _settings(_LRS, ({},)),
-    "salun": _settings((0.01, 0.03, 0.1), ({"fraction": 0.3}, {"fraction": 0.7})),
-    "l1_sparse": _settings((0.01, 0.03, 0.1), ({"gamma": 1e-4}, {"gamma": 5e-4})),
-    "scrub": _settings((0.003, 0.01, 0.03), ({"max_epochs": 1}, {"max_epochs": 2})),
-    "influence": tuple({"scale": c, "damping": d} for c in (1, 10, 100) for d in (0.01, 0.1)),
-    "sharp_minmax": _ASCENT,
-    "minmax_descent": _ASCENT,
-    "minmax_retain_only": _ASCENT,
-    "minmax_released": _ASCENT,
-    "minmax_released_descent": _ASCENT,
-}
+    "finetune": _rates(0.03, 0.1, 0.2, 0.01, 0.06, 0.14),
+    "neg_grad": _ascents((0.03, 0.9), (0.01, 0.9), (0.03, 0.8), (0.01, 0.7), (0.03, 0.95),
+                         (0.03, 0.85)),
+    "random_label": _rates(0.01, 0.03, 0.05, 0.02, 0.08, 0.12),
+    "salun": _product((0.03, 0.06, 0.1), fraction=(0.3, 0.7)),
+    "l1_sparse": _product((0.03, 0.06, 0.1), gamma=(1e-4, 5e-4)),
+    "scrub": _product((0.01, 0.03, 0.06), max_epochs=(1, 2)),
+    "influence": tuple(
+        {"scale": c, "damping": d}
+        for c, d in ((1, 0.01), (1, 0.03), (3, 0.03), (1, 0.005), (3, 0.1), (1, 0.1))
+    ),
+    "sharp_minmax": _MINMAX,
+    "minmax_descent": _MINMAX,
+    "minmax_retain_only": _MINMAX,
+    "minmax_released": _MINMAX,
+    "minmax_released_descent": _MINMAX,
+}  # fmt: skip
 """The settings each method is tuned over: equally many for all."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -150,7 +162,7 @@ CONFIGS = {
     "laptop": Config(
         seeds=3, dataset="cifar10", images=3000, tests=2000, share=0.05, model="small-cnn",
         width=16, epochs=35, lr=0.1, batch_size=64, unlearn_epochs=2, trials=6, scorers=24,
-        scorer=("small-cnn", 16), scorer_epochs=35, pretraining_sets=("high", "mid"),
+        scorer=("small-cnn", 16), scorer_epochs=50, pretraining_sets=("high", "mid"),
         alphas=(0.99, 0.95, 0.9, 0.8, 0.6, 0.4), fractions=(0.1, 0.3, 0.7, 0.9),
     ),
     "gpu": Config(
