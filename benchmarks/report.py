@@ -9,6 +9,7 @@ from pathlib import Path
 from bench_attacks import ATTACK, CERTIFICATE
 from bench_privacy import CNNS, COUNTING, INFLUENCE, LIRA, MLPS, WHOLE
 from bench_sharpness import CLASSES, PROBES, SAMPLES, WIDTHS
+from bench_unlearning import DECOMPOSITION, EPOCHS, MAP, epoch_of
 
 from flatbook.results import record
 
@@ -101,6 +102,31 @@ TARGETS = [
         at_least=True,
     ),
     Target("4 tiny MLPs, auto / plain loop", MLPS, "auto", "plain loop", 1.0),
+    *(
+        target
+        for network in EPOCHS
+        for target in (
+            Target(
+                f"epoch of NegGrad / plain over as many samples, {network}",
+                epoch_of(network),
+                "NegGrad",
+                "plain",
+                1.1,
+            ),
+            Target(
+                f"epoch of Sharp MinMax / NegGrad, {network}",
+                epoch_of(network),
+                "Sharp MinMax",
+                "NegGrad",
+                2.2,
+            ),
+        )
+    ),
+    Target("error map of 400 problems, GD, seconds", MAP, "gradient descent", None, 30),
+    Target("error map of 400 problems, SAM, seconds", MAP, "SAM", None, 30),
+    Target(
+        "decomposition of 100 checkpoints, d = 2,000, seconds", DECOMPOSITION, "flatbook", None, 2
+    ),
 ]
 
 
