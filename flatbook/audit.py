@@ -77,8 +77,7 @@ def attack_each(
         >>> roc(scores["confidence"], design).auc
         1.0
     """
-    for attack in attacks:
-        checks.choice("attacks", attack, ATTACKS)
+    attacks = checks.words("attacks", attacks, ATTACKS)
     logits = as_array("logits", logits, ("models", "points", "classes"))
     models, points, classes = logits.shape
     labels = whole("labels", labels, (points,))

@@ -9,10 +9,12 @@ import math
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # torch loads with the first tensor, so that the command line stays quick
     from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def choice(name: str, value: object, allowed: Collection[str]) -> str:
@@ -66,6 +68,27 @@ def count(name: str, value: int, *, at_least: int = 1, at_most: int | None = Non
         allowed = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise ValueError(f"{name} must be a whole number {allowed}; got {value!r}.")
     return int(value)
+
+
+def instance(name: str, value: object, kind: type[T], made_by: str) -> T:
+    """Check that ``value`` is of a class of the package, which ``made_by`` returns."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{name} must be what {made_by} returns, {kind.__name__}; got {type(value).__name__}."
+        )
+    return value
+
+
+def words(name: str, value: object, allowed: Collection[str]) -> list[str]:
+    """Check that ``value`` is a list of some of ``allowed``, without repetition."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(
+            f"{name} must be a list of {', '.join(allowed)}; got {type(value).__name__}."
+        )
+    found = [choice(name, word, allowed) for word in value]
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name} must not repeat itself; got {', '.join(found)}.")
+    return found
 
 
 def module(name: str, value: object) -> nn.Module:

@@ -279,7 +279,7 @@ def mean_rate(flags, chosen, drawn: Resamples) -> Estimate:
         >>> mean_rate(np.eye(2), np.ones((2, 2)), resamples(2, 2)).value
         0.5
     """
-    shape = drawn.models.shape[1], drawn.points.shape[1]
+    shape = _shape_of(drawn)
     values = as_array("flags", flags, shape).astype(np.float64)
     counted = flags_array("chosen", chosen, shape).astype(np.float64)
     if not counted.any():
@@ -306,8 +306,14 @@ def over_points(values, points) -> Estimate:
         >>> over_points([1.0, 0.0, 0.0, 0.0], point_resamples(4, draws=2)).value
         0.25
     """
-    numbers = as_array("values", values, (np.shape(points)[1],)).astype(np.float64)
+    points = as_array("points", points, ("draws", "points"))
+    numbers = as_array("values", values, (points.shape[1],)).astype(np.float64)
     return _estimate(points @ numbers / points.sum(axis=1))
+
+
+def _shape_of(drawn) -> tuple[int, int]:
+    checks.instance("drawn", drawn, Resamples, "resamples")
+    return drawn.models.shape[1], drawn.points.shape[1]
 
 
 def _drawn_pairs(drawn, values):
@@ -316,7 +322,7 @@ def _drawn_pairs(drawn, values):
 
 
 def _paired(scores, members, drawn):
-    shape = drawn.models.shape[1], drawn.points.shape[1]
+    shape = _shape_of(drawn)
     value = checks.tensor("scores", listed("scores", scores), shape, floating=False).detach().cpu()
     if value.is_complex():
         raise ValueError(f"scores must be real; got {value.dtype}.")

@@ -155,3 +155,19 @@ def test_a_module_is_one_and_not_its_class():
 def test_labels_refuse_none_at_all():
     with pytest.raises(ValueError, match="y must not be empty"):
         checks.labels("y", torch.zeros(0, dtype=torch.int64), 3)
+
+
+def test_instance():
+    assert checks.instance("n", 3, int, "len") == 3
+    with pytest.raises(ValueError, match=r"^n must be what len returns, int; got str\.$"):
+        checks.instance("n", "3", int, "len")
+
+
+def test_words():
+    assert checks.words("w", ("a", "b"), ("a", "b", "c")) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"^w must be a list of a, b; got str\.$"):
+        checks.words("w", "a", ("a", "b"))
+    with pytest.raises(ValueError, match=r"^w must be one of a, b; got 3\.$"):
+        checks.words("w", ["a", 3], ("a", "b"))
+    with pytest.raises(ValueError, match=r"^w must not repeat itself; got a, a\.$"):
+        checks.words("w", ["a", "a"], ("a", "b"))

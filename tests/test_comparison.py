@@ -444,3 +444,16 @@ def test_rates_refused(flags, chosen, message):
 def test_other_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "function", [mean_auc, lambda *a: pooled_tpr(*a[:2], 0.1, a[2]), mean_rate]
+)
+def test_drawn_must_be_resamples(function):
+    flags = np.eye(2, dtype=bool)
+    with pytest.raises(
+        ValueError, match=r"^drawn must be what resamples returns, Resamples; got int"
+    ):
+        function(flags * 1.0, flags, 3)
+    with pytest.raises(ValueError, match="^points must"):
+        over_points([1.0, 2.0], 3)

@@ -689,3 +689,15 @@ def test_dependent_noise_is_refused():
     )
     with pytest.raises(ValueError, match=r"^noise must hold linearly independent vectors; got .*"):
         decompose(TwoLayerCNN(9), TwoLayerCNN(9), twice)
+
+
+def test_decompose_and_compose_want_data():
+    filters = torch.zeros(2, 1, 9).double()
+    with pytest.raises(
+        ValueError, match=r"^data must be what sample returns, SignalNoiseData; got"
+    ):
+        decompose(filters, filters, {})
+    with pytest.raises(
+        ValueError, match=r"^data must be what sample returns, SignalNoiseData; got"
+    ):
+        compose(filters[..., 0], filters, filters, None)

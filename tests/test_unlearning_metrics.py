@@ -445,3 +445,18 @@ def test_assess_refuses_what_has_no_features():
         assess(nn.Linear(20, 3), **sets)
     with pytest.raises(ValueError, match="max_points must be"):
         assess(small_model(), **sets, max_points=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": 3}, r"names must be two, one for each model; got 3\."),
+        ({"names": ("a", 3)}, "names must be two"),
+        ({"seed": -1}, "seed must be"),
+    ],
+)
+def test_compare_refuses(options, message):
+    model = nn.Identity()
+    data = torch.eye(2), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=message):
+        compare(model, model, retain=data, forget=data, test=data, **options)

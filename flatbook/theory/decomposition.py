@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatbook import checks
+
 SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
 """j of the filters of either class. Shape ``(2, 1)``."""
 
@@ -107,7 +109,7 @@ def decompose(net: Networks, net0: nn.Module | Tensor, data: SignalNoiseData) ->
         >>> parts.kappa[1].tolist(), parts.zeta[1].tolist(), parts.residual
         ([2.0], [[18.0]], 0.0)
     """
-    n, _, d = data.x.shape
+    n, _, d = checks.instance("data", data, SignalNoiseData, "sample").x.shape
     if d <= n + 1:
         raise ValueError(
             f"d must exceed n + 1, or the residual is 0 for any weights; got d = {d} and n = {n}."
@@ -158,7 +160,7 @@ def compose(kappa: Tensor, zeta: Tensor, net0: nn.Module | Tensor, data: SignalN
         >>> change[0, 0].round(decimals=9).tolist()
         [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    n, patches, d = data.x.shape
+    n, patches, d = checks.instance("data", data, SignalNoiseData, "sample").x.shape
     start = _filters("net0", net0, d)
     if kappa.shape[-2:] != start.shape[:2] or zeta.shape != (*kappa.shape, n):
         raise ValueError(

@@ -157,7 +157,8 @@ def compare(
     """
     models = checks.module("first", first), checks.module("second", second)
     checks.count("batch_size", batch_size)
-    if len(names) != 2 or not all(isinstance(name, str) for name in names):
+    checks.count("seed", seed, at_least=0)
+    if not isinstance(names, tuple | list) or [type(name) for name in names] != [str, str]:
         raise ValueError(f"names must be two, one for each model; got {names!r}.")
     rows, estimates = {}, []
     for number, (name, data) in enumerate(zip(SETS, (retain, forget, test), strict=True)):
