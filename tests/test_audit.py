@@ -324,5 +324,5 @@ def test_a_class_must_be_in_and_out_among_the_others():
 
 @pytest.mark.parametrize("attacks", ["lira", 3, ["nobody"], [3], ["lira", "lira"]])
 def test_attacks_are_a_list_of_names(attacks):
-    with pytest.raises(ValueError, match="^attacks must"):
+    with pytest.raises(ValueError, match=r"^attacks must"):
         attack_each(None, None, None, None, None, attacks=attacks)

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from flatbook import comparison
-from flatbook.comparison import Estimate, Resamples, mean_auc, mean_rate, pooled_tpr, resamples
+from flatbook.comparison import (
+    Estimate,
+    Resamples,
+    mean_auc,
+    mean_rate,
+    over_points,
+    pooled_tpr,
+    resamples,
+)
 from flatbook.membership import roc
 
 KINDS = ("distinct", "ties", "infinite", "constant")
@@ -451,9 +459,7 @@ def test_other_refusals(call, message):
 )
 def test_drawn_must_be_resamples(function):
     flags = np.eye(2, dtype=bool)
-    with pytest.raises(
-        ValueError, match=r"^drawn must be what resamples returns, Resamples; got int"
-    ):
+    with pytest.raises(ValueError, match=r"^drawn must be what resamples returns"):
         function(flags * 1.0, flags, 3)
-    with pytest.raises(ValueError, match="^points must"):
+    with pytest.raises(ValueError, match=r"^points must"):
         over_points([1.0, 2.0], 3)

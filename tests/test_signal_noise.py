@@ -693,11 +693,7 @@ def test_dependent_noise_is_refused():
 
 def test_decompose_and_compose_want_data():
     filters = torch.zeros(2, 1, 9).double()
-    with pytest.raises(
-        ValueError, match=r"^data must be what sample returns, SignalNoiseData; got"
-    ):
+    with pytest.raises(ValueError, match=r"^data must be what sample returns"):
         decompose(filters, filters, {})
-    with pytest.raises(
-        ValueError, match=r"^data must be what sample returns, SignalNoiseData; got"
-    ):
+    with pytest.raises(ValueError, match=r"^data must be what sample returns"):
         compose(filters[..., 0], filters, filters, None)
