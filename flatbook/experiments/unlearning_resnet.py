@@ -9,7 +9,7 @@ from flatbook.experiments.unlearning import Config, run
 __all__ = ["CONFIGS", "Config", "run"]
 
 _ALONE = {
-    "methods": ("finetune", "neg_grad", "sharp_minmax"),
+    "methods": ("neg_grad", "sharp_minmax"),
     "optimizers": ("sgd", "asam"),
     "sets": ("high",),
     "pretraining": ("sgd",),
