@@ -22,8 +22,8 @@ CONFIGS = {
         scorer=("mlp", 32), scorer_epochs=10, relearn_epochs=2, **_ALONE,
     ),
     "laptop": Config(
-        seeds=3, dataset="cifar10", images=900, tests=1000, share=0.05, model="resnet18",
-        width=16, epochs=12, lr=0.1, batch_size=64, unlearn_epochs=2, trials=3, scorers=24,
+        seeds=3, dataset="cifar10", images=640, tests=1000, share=0.05, model="resnet18",
+        width=16, epochs=14, lr=0.1, batch_size=64, unlearn_epochs=2, trials=3, scorers=24,
         scorer=("small-cnn", 16), scorer_epochs=40, **_ALONE,
     ),
     "gpu": Config(
