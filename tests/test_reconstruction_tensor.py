@@ -18,9 +18,9 @@ from flatbook.reconstruction import (
     monomial_count,
     recover,
 )
+from flatbook.reconstruction.gram import largest_eigenvalue, solve_gram
 from flatbook.reconstruction.interpolation import (
     fit_map,
-    largest_eigenvalue,
     monomials,
     most_variables,
 )
@@ -111,14 +111,47 @@ def test_map_measures_rank_and_condition():
     close(fit_map(points[:7], points[:7], 2, 2.2e-16).values(points[:7]), points[:7], atol=1e-10)
 
 
+@pytest.mark.parametrize("power", [1, 2, 3])
+def test_both_factorizations_solve_the_system(power):
+    from flatbook.reconstruction import gram
+
+    random = torch.Generator().manual_seed(power)
+    rows = torch.randn(4 if power == 1 else 9, 5, generator=random, dtype=torch.float64)
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    target = torch.randn(len(rows), 2, generator=random, dtype=torch.float64)
+    matrix = (rows @ rows.T) ** power
+    expected = torch.linalg.solve(matrix, target)
+    for factor in (gram._lapack, gram._torch):
+        solve, top = factor(rows, power)
+        close(solve(target), expected, rtol=1e-9)
+        assert top == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)))
+    solved, rank, condition = solve_gram(rows, power, target, 2.2e-16, len(rows))
+    close(solved, expected, rtol=1e-9)
+    assert rank == len(rows)
+    assert condition == pytest.approx(float(torch.linalg.cond(matrix)), rel=0.01)
+    # Too many rows for their dimension: the least solution
+    many = torch.cat([rows, rows[:2]])
+    matrix = (many @ many.T) ** power
+    solved, found, condition = solve_gram(many, power, matrix[:, :2], 2.2e-16, len(rows))
+    close(solved, torch.linalg.pinv(matrix, hermitian=True) @ matrix[:, :2], atol=1e-8)
+    assert found == len(rows)
+    assert condition < 1e6
+
+
 def test_largest_eigenvalue_comes_from_below():
     random = torch.Generator().manual_seed(0)
     root = torch.randn(40, 40, generator=random, dtype=torch.float64)
     matrix = root @ root.T
     exact = float(torch.linalg.eigvalsh(matrix)[-1])
-    found = largest_eigenvalue(lambda v: matrix @ v, matrix)
-    assert 0.98 * exact < found <= exact * (1 + 1e-12)
-    assert largest_eigenvalue(lambda v: 3 * v, matrix) == pytest.approx(3)
+    found = largest_eigenvalue(lambda v: matrix @ v, 40, matrix)
+    assert 0.9 * exact < found <= exact * (1 + 1e-12)
+    assert largest_eigenvalue(lambda v: 3 * v, 40, matrix) == pytest.approx(3)
+    assert largest_eigenvalue(lambda v: matrix[:5, :5] @ v, 5, matrix) == pytest.approx(
+        float(torch.linalg.eigvalsh(matrix[:5, :5])[-1])
+    )
+    few = root[:, :3] @ root[:, :3].T
+    top = float(torch.linalg.eigvalsh(few)[-1])
+    assert largest_eigenvalue(lambda v: few @ v, 40, matrix) == pytest.approx(top)
 
 
 # --- exact recovery ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 - ``clarke``: the same for a ReLU network, whose derivative at a kink is a whole interval.
 - ``tensor``: `recover`, from the weights alone to the samples, or a refusal.
 - ``interpolation``: a polynomial map through the values that the weights give; polarization.
+- ``gram``: large systems with the Gram matrix of a polynomial kernel.
 - ``symmetric``: the same for a symmetric tensor, which fewer neurons determine.
 - ``eigenvectors``: the real Z-eigenvectors of a tensor, which are all the neurons there can be.
 - ``matching``: which guess shows which sample, and what the same score is worth without an attack.
@@ -36,4 +37,4 @@ _NAMES = {
     "similarity": ("correlation", "distance", "ssim"),
 }
 
-__getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("symmetric",))
+__getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("symmetric", "gram"))

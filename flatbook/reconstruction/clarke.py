@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flatbook import checks
+from flatbook.reconstruction.gram import largest_eigenvalue
 from flatbook.reconstruction.inputs import network, real, signs
-from flatbook.reconstruction.interpolation import largest_eigenvalue
 from flatbook.reconstruction.multipliers import nonnegative_fit
 
 
@@ -143,9 +143,12 @@ class _Problem(NamedTuple):
         """Bound the curvature in the multipliers and in q, alone and, by the factor 2, together."""
         zero = torch.zeros_like(self.z)
         start = self.gradient(*self.errors(zero[:, 0], zero))[0]
-        lam = largest_eigenvalue(
-            lambda v: self.gradient(*self.errors(v, zero))[0] - start, zero[:, 0]
-        )
+
+        def rise(block):
+            columns = [self.gradient(*self.errors(v, zero))[0] - start for v in block.T]
+            return torch.stack(columns, dim=1)
+
+        lam = largest_eigenvalue(rise, len(zero), zero)
         q = float(self.a.abs().max() ** 2 * torch.linalg.eigvalsh(self.X @ self.X.T)[-1])
         return 2.1 * lam + 1e-300, 2.1 * q + 1e-300
 

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from flatbook import checks
+from flatbook.reconstruction.gram import solve_gram
 from flatbook.reconstruction.inputs import real
-from flatbook.runtime import generator
-
-_STEPS = 12  # of the Lanczos iterations behind a condition number
 
 
 def monomial_count(variables: int, power: int) -> int:
@@ -144,63 +142,13 @@ def fit_map(points: Tensor, values: Tensor, power: int, eps: float) -> Polynomia
     """
     count, needed = len(points), math.comb(points.shape[1] + power - 1, power)
     if count <= needed:
-        gram, target = (points @ points.T).pow_(power), values
+        rows, exponent, target = points, power, values
     else:
         features = monomials(points, power)
-        gram, target = features.T @ features, features.T @ values
-    size = len(gram)
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    condition = math.inf
-    if not failed:
-        top = largest_eigenvalue(lambda v: gram @ v, gram)
-        low = largest_eigenvalue(lambda v: torch.cholesky_solve(v[:, None], factor)[:, 0], gram)
-        condition = top * low
-    if condition * size * eps < 1:
-        solved, rank = torch.cholesky_solve(target, factor), size
-        condition = math.inf if count < needed else condition
-    else:
-        solved, rank, condition = pseudo_solve(gram, target, size * eps, needed)
+        rows, exponent, target = features.T, 1, features.T @ values
+    solved, rank, condition = solve_gram(rows, exponent, target, eps, needed)
     kernels = points if count <= needed else None
     return PolynomialMap(solved, kernels, power, rank, needed, condition)
-
-
-def pseudo_solve(
-    gram: Tensor, target: Tensor, tolerance: float, needed: int
-) -> tuple[Tensor, int, float]:
-    """Solve a system that may be singular.
-
-    Returns:
-        The least solution, the rank, and the largest over the ``needed``-th eigenvalue.
-    """
-    values, vectors = torch.linalg.eigh(gram)
-    kept = values > tolerance * values[-1]
-    solved = vectors[:, kept] @ ((vectors[:, kept].T @ target) / values[kept, None])
-    last = float(values[-needed]) if needed <= len(values) else 0.0
-    condition = float(values[-1]) / last if last > 0 else math.inf
-    return solved, int(kept.sum()), condition
-
-
-def largest_eigenvalue(apply: Callable[[Tensor], Tensor], like: Tensor) -> float:
-    """Estimate the largest eigenvalue of a positive semidefinite map, from below, by Lanczos."""
-    size = len(like)
-    v = torch.randn(size, generator=generator(0), dtype=torch.float64).to(like)
-    basis, diagonal, beside = [v / v.norm()], [], []
-    for _ in range(min(_STEPS, size)):
-        v = apply(basis[-1])
-        diagonal.append(float(v @ basis[-1]))
-        for _ in range(2):  # the second pass removes what rounding left of the first
-            stack = torch.stack(basis)
-            v = v - stack.T @ (stack @ v)
-        length = float(v.norm())
-        if length <= 1e-14 * abs(diagonal[-1]):
-            break
-        beside.append(length)
-        basis.append(v / length)
-    order = len(diagonal)
-    beside = torch.tensor(beside[: order - 1], dtype=torch.float64)
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    matrix = matrix + torch.diag(beside, 1) + torch.diag(beside, -1)
-    return float(torch.linalg.eigvalsh(matrix)[-1])
 
 
 def polarize(form: Callable[[Tensor], Tensor], vectors):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatbook.reconstruction.interpolation import pseudo_solve
+from flatbook.reconstruction.gram import pseudo_solve
 
 
 class SymmetricMap(NamedTuple):

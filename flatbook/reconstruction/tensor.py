@@ -189,27 +189,32 @@ def _active(W, a, alpha, rank, tolerance, seed):
     if not sizes.max() > 0:
         raise ValueError("W and a must hold a neuron with weights in both layers; got none.")
     active = sizes > tolerance * sizes.max()
-    W, a = W[active], a[active]
-    basis = _span(W, rank, tolerance, most_variables(len(W), alpha - 1), seed)
-    coordinates = W @ basis.T
+    if not active.all():
+        W, a = W[active], a[active]
+    basis, coordinates = _span(W, rank, tolerance, most_variables(len(W), alpha - 1), seed)
     norms = coordinates.norm(dim=1)
     seen = norms > tolerance * norms.max()  # a given rank may leave a neuron outside the span
     return coordinates[seen] / norms[seen, None], basis, norms[seen], a[seen]
 
 
-def _span(W: Tensor, rank: int | None, tolerance: float, likely: int, seed: int) -> Tensor:
-    """Return an orthonormal basis of the rows' span, from a sketch if that can hold it."""
+def _span(W: Tensor, rank: int | None, tolerance: float, likely: int, seed: int):
+    """Return an orthonormal basis of the rows' span and their coordinates.
+
+    The span comes from a sketch if that can hold it.
+    """
     size = min(W.shape)
     width = min(size, max(likely, rank or 0) + 10)
     if width < size:
         sketch = torch.randn(len(W), width, generator=generator(seed), dtype=torch.float64).to(W)
         frame = torch.linalg.qr(W.T @ sketch).Q
-        _, values, rows = torch.linalg.svd(W @ frame, full_matrices=False)
+        seen = W @ frame
+        _, values, rows = torch.linalg.svd(seen, full_matrices=False)
         if values[-1] <= tolerance * values[0]:  # the sketch had room to spare
             count = int((values > tolerance * values[0]).sum()) if rank is None else rank
-            return rows[:count] @ frame.T
+            return rows[:count] @ frame.T, seen @ rows[:count].T
     _, values, rows = torch.linalg.svd(W, full_matrices=False)
-    return rows[: int((values > tolerance * values[0]).sum()) if rank is None else rank]
+    rows = rows[: int((values > tolerance * values[0]).sum()) if rank is None else rank]
+    return rows, W @ rows.T
 
 
 def _cut(fitted: PolynomialMap | SymmetricMap, size: int, seed: int) -> tuple[Tensor, float, float]:
