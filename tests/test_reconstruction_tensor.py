@@ -362,11 +362,11 @@ def test_dependent_samples_are_refused_or_give_themselves_away(seed):
     points /= np.linalg.norm(points, axis=1, keepdims=True)
     values = contraction(X, b, points)
     fitted = fit_map(torch.from_numpy(points), torch.from_numpy(values), 2, 2.2e-16)
-    from flatbook.reconstruction.tensor import _cut, _polish
+    from flatbook.reconstruction.tensor import _cuts, _polish
 
-    directions, _, imaginary = _cut(fitted, 4, 0)
-    if imaginary == 0:
-        directions, _ = _polish(fitted, directions)
+    cut = _cuts(fitted, 4, 0)[0]
+    if cut.imaginary == 0:
+        directions, _ = _polish(fitted, cut.directions())
         truth = torch.from_numpy(X / np.linalg.norm(X, axis=1, keepdims=True))
         assert (directions @ truth.T).abs().max(dim=0).values.min() < 0.999
 

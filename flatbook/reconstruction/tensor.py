@@ -29,12 +29,13 @@ from flatbook import checks
 from flatbook.reconstruction.inputs import degree as checked_degree
 from flatbook.reconstruction.inputs import network
 from flatbook.reconstruction.interpolation import PolynomialMap, fit_map, most_variables
-from flatbook.reconstruction.kkt import outputs, stationarity
+from flatbook.reconstruction.kkt import contracted, outputs, stationarity
 from flatbook.reconstruction.symmetric import SymmetricMap, fit_symmetric
 from flatbook.runtime import generator
 
 _DRAWS = 5  # pairs of slices to choose from
 _COMPLEX = 0.01  # an imaginary part that noise does not make
+_NOISE = 1e-6  # a relative error above which the values are not those of one tensor
 
 
 class IdentifiabilityError(ValueError):
@@ -162,15 +163,23 @@ def recover(
     if not (fitted.determined or force):
         raise IdentifiabilityError("W and a must determine the tensor of the samples", **trust)
 
-    found, gap, imaginary = _cut(fitted, basis.shape[0], seed)
+    cuts = _cuts(fitted, len(basis), seed)
+    gap, imaginary = cuts[0].gap, cuts[0].imaginary
     if imaginary > _COMPLEX and not force:
         raise IdentifiabilityError(
             "W and a must be those of a KKT point with independent samples; the slices of their "
             f"tensor have complex eigenvalues, {imaginary:.2g} off the real line",
             **trust,
         )
-    directions, strengths = _polish(fitted, found)
-    X = directions @ basis
+    goal, best = values[:, None] * points, math.inf
+    for cut in cuts:
+        directions, strengths = _polish(fitted, cut.directions())
+        missed = float((contracted(directions, strengths, points, alpha) - goal).norm())
+        if missed < best or best == math.inf:
+            best, gap, X, b = missed, cut.gap, directions @ basis, strengths
+        if best < _NOISE * float(goal.norm()):  # else the next cut may be luckier
+            break
+    strengths = b
     X, strengths = _oriented(X, strengths, alpha)
     reached = outputs(W, a, X, alpha)
     stretch = (margin / reached.abs()).pow(1 / alpha)
@@ -217,25 +226,31 @@ def _span(W: Tensor, rank: int | None, tolerance: float, likely: int, seed: int)
     return rows, W @ rows.T
 
 
-def _cut(fitted: PolynomialMap | SymmetricMap, size: int, seed: int) -> tuple[Tensor, float, float]:
-    """Return unit eigenvectors of the pair of slices with the widest gap of some draws."""
-    random = generator(seed)
-    best = None
+class _Cut(NamedTuple):
+    product: Tensor
+    gap: float
+    imaginary: float
+
+    def directions(self) -> Tensor:
+        """Return the unit eigenvectors, or their real parts."""
+        vectors = torch.linalg.eig(self.product).eigenvectors.real.T
+        return vectors / vectors.norm(dim=1, keepdim=True)
+
+
+def _cuts(fitted: PolynomialMap | SymmetricMap, size: int, seed: int) -> list[_Cut]:
+    """Return some pairs of slices, those with real eigenvalues and the widest gap first."""
+    random, cuts = generator(seed), []
     for _ in range(_DRAWS):
         pair = torch.randn(2, size, generator=random, dtype=torch.float64)
         pair = (pair / pair.norm(dim=1, keepdim=True)).to(fitted.coefficients)
         first, second = (fitted.slope(v) for v in pair)
         first, second = first + first.T, second + second.T
         product, failed = torch.linalg.solve_ex(second, first)
-        if failed or not product.isfinite().all():
-            continue
-        values, off = _spread(torch.linalg.eigvals(product))
-        if best is None or (-off, values) > best[:2]:
-            best = (-off, values, product)
-    if best is None:  # every slice is singular: whatever is there, it is not s samples
-        return torch.eye(size).to(fitted.coefficients), 0.0, math.inf
-    vectors = torch.linalg.eig(best[2].T).eigenvectors.real.T
-    return vectors / vectors.norm(dim=1, keepdim=True), best[1], -best[0]
+        if not failed and product.isfinite().all():
+            cuts.append(_Cut(product.T, *_spread(torch.linalg.eigvals(product))))
+    if not cuts:  # every slice is singular: whatever is there, it is not as many samples
+        return [_Cut(torch.eye(size).to(fitted.coefficients), 0.0, math.inf)]
+    return sorted(cuts, key=lambda cut: (cut.imaginary, -cut.gap))
 
 
 def _spread(values: Tensor) -> tuple[float, float]:
