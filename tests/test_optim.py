@@ -1123,6 +1123,24 @@ def test_gradients_are_enabled_for_the_closure():
 # --- wrong calls --------------------------------------------------------------------------------
 
 
+def test_sharpness_that_weighs_nothing_leaves_the_loss_alone():
+    model = nn.Linear(2, 1, bias=False).double()
+    plain = copy.deepcopy(model)
+    optimizer = SharpnessMax(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.5, lam=0)
+    base = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(net):
+        net.zero_grad()
+        value = net.weight.square().square().sum()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(lambda: loss(model))
+        base.step(lambda: loss(plain))
+    assert torch.equal(model.weight, plain.weight)
+
+
 def test_wrong_arguments_are_refused_in_a_sentence():
     model = mlp()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1141,7 +1159,7 @@ def test_wrong_arguments_are_refused_in_a_sentence():
         (lambda: GSAM(base, alpha=-1), "alpha must be a finite number of at least 0; got -1"),
         (lambda: LookSAM(base, k=0), "k must be a whole number of at least 1; got 0"),
         (lambda: LookSAM(base, alpha="1"), "alpha must be a finite number of at least 0; got '1'"),
-        (lambda: SharpnessMax(base, lam=0), "lam must be a finite number above 0; got 0"),
+        (lambda: SharpnessMax(base, lam=-1), "lam must be a finite number of at least 0; got -1"),
         (lambda: SAM(base, mask={"2.bias": ones}), "mask names parameters, so model must be given"),
         (lambda: SAM(base, model=model, mask=[ones]), "mask must map parameter names.* got list"),
         (
