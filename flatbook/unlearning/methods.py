@@ -183,8 +183,8 @@ class SalUn(RandomLabel):
     Args:
         redraw: As for `RandomLabel`.
         fraction: Share of the weights that move.
-        variant: ``"released"`` masks the gradient alone, as public code does, and lets momentum and
-            decay move the others. It needs a plain optimizer.
+        variant: ``"released"`` masks the gradient alone, as early public code did, and lets
+            momentum and decay move the others. It needs a plain optimizer.
 
     Reference:
         Fan et al. (2024). SalUn: empowering machine unlearning via gradient-based weight saliency.
