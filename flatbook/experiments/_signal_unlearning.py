@@ -11,7 +11,7 @@ import torch
 
 from flatbook.theory.coordinates import Problems, by_class, outputs, responses
 from flatbook.theory.descent import Training
-from flatbook.theory.population import covariance, evaluate
+from flatbook.theory.population import evaluate, noise_root
 from flatbook.theory.settings import HARMFUL, STEPS, Setting, along, crossing
 from flatbook.theory.signal_noise import VALUE
 
@@ -62,8 +62,7 @@ def fresh_margins(problems: Problems, kappa, zeta, draws: int, seed: int = 0) ->
     random = np.random.default_rng(seed)
     label = torch.from_numpy(random.choice([-1.0, 1.0], draws))
     normal = torch.from_numpy(random.standard_normal((draws, 2 * m)))
-    values, vectors = torch.linalg.eigh(covariance(problems, kappa, zeta))
-    roots = (vectors * values.clamp(min=0).sqrt()[..., None, :]).mT
+    roots = noise_root(problems, kappa, zeta)
     z = torch.einsum("bk,...kl->b...l", normal, roots).unflatten(-1, (2, m))
     a, _ = responses(problems, kappa, zeta)
     label = label.reshape(-1, *[1] * a.ndim)

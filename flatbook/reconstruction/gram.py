@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from scipy.linalg import blas, lapack
@@ -12,6 +13,33 @@ from flatbook.runtime import generator
 _BLOCK, _STEPS = 8, 3  # of the Krylov spaces behind a condition number
 
 Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A map fitted to values through a Gram matrix.
+
+    Attributes:
+        coefficients: What the system was solved for, a row for each kernel or monomial.
+        points: Where the kernels sit; None for monomials. Shape ``(points, variables)``.
+        power: Degree of the map.
+        rank: Measured rank of the Gram matrix.
+        needed: The rank that determines the map.
+        condition: Largest over needed-th eigenvalue of the Gram matrix, perhaps estimated; infinite
+            where there are fewer.
+    """
+
+    coefficients: Tensor
+    points: Tensor | None
+    power: int
+    rank: int
+    needed: int
+    condition: float
+
+    @property
+    def determined(self) -> bool:
+        """Whether the values determine the map."""
+        return self.rank == self.needed
 
 
 def solve_gram(

@@ -16,13 +16,12 @@ eigenvalues other than 0. With fewer, the former is the map of least norm among 
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatbook import checks
-from flatbook.reconstruction.gram import solve_gram
+from flatbook.reconstruction.gram import Fitted, solve_gram
 from flatbook.reconstruction.inputs import real
 
 
@@ -82,30 +81,8 @@ def exponents(variables: int, power: int, like: Tensor) -> tuple[Tensor, Tensor]
     return index.to(like.device), weight.to(like)
 
 
-class PolynomialMap(NamedTuple):
-    """A map fitted to values, as a sum of kernels or of monomials.
-
-    Attributes:
-        coefficients: β, or those of the monomials. Shape ``(points or monomials, outputs)``.
-        points: Where the kernels sit; None for monomials. Shape ``(points, variables)``.
-        power: p.
-        rank: Measured rank of the Gram matrix.
-        needed: N, the rank that determines the map.
-        condition: Largest over N-th eigenvalue of the Gram matrix, estimated; infinite where
-            there are fewer.
-    """
-
-    coefficients: Tensor
-    points: Tensor | None
-    power: int
-    rank: int
-    needed: int
-    condition: float
-
-    @property
-    def determined(self) -> bool:
-        """Whether the values determine the map."""
-        return self.rank == self.needed
+class PolynomialMap(Fitted):
+    """A map fitted coordinate by coordinate, as a sum of kernels or of monomials."""
 
     def values(self, w: Tensor) -> Tensor:
         """Return f at the rows of w, shape ``(rows, outputs)``."""

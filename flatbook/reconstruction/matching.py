@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbook import checks
 from flatbook.arrays import as_array, returned
-from flatbook.reconstruction.similarity import correlation, distance, flat_pair
+from flatbook.reconstruction.similarity import correlation, distance, flat_pair, standardized
 
 Measure = Literal["correlation", "distance"]
 
@@ -140,9 +140,9 @@ def vote(guesses, samples, *, ratio: float = 1.1):
     shape = as_array("samples", samples, (None,) * max(np.ndim(samples), 2)).shape
     gap = np.sqrt(2 * np.clip(1 - correlation(rows, targets), 0, None))
     near = gap <= ratio * gap.min(axis=0) + 1e-12
-    rows = _unit(rows)
+    rows = standardized(rows)
     mean = (near.T @ rows) / near.sum(axis=0)[:, None]
-    return returned(_unit(mean).reshape(shape), guesses, samples)
+    return returned(standardized(mean).reshape(shape), guesses, samples)
 
 
 def baselines(
@@ -212,9 +212,3 @@ def _table(guesses, samples, measure, signed) -> np.ndarray:
         return table if signed else np.abs(table)
     table = distance(*pair)
     return table if signed else np.minimum(table, distance(-pair[0], pair[1]))
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    rows = rows - rows.mean(axis=1, keepdims=True)
-    length = np.sqrt((rows**2).sum(axis=1, keepdims=True))
-    return rows / np.where(length > 0, length, 1)

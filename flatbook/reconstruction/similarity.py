@@ -35,7 +35,7 @@ def correlation(images, others):
         >>> correlation([[0.0, 1.0, 2.0]], others).round(3)
         array([[ 1.   , -1.   ,  0.866]])
     """
-    x, other = (_standard(part) for part in flat_pair("images", images, "others", others))
+    x, other = (standardized(part) for part in flat_pair("images", images, "others", others))
     return returned(np.clip(x @ other.T, -1, 1), images, others)
 
 
@@ -131,7 +131,7 @@ def flat_pair(name: str, images, other_name: str, others) -> tuple[np.ndarray, n
     return tuple(v.reshape(len(v), -1).astype(np.float64) for v in (x, other))
 
 
-def _standard(rows: np.ndarray) -> np.ndarray:
+def standardized(rows: np.ndarray) -> np.ndarray:
     """Return rows of mean 0 and length 1, or 0 where there is no contrast."""
     size = np.abs(rows).max(axis=1, keepdims=True)
     rows = rows / np.where(size > 0, size, 1)

@@ -21,38 +21,15 @@ whose Gram matrix has a block of size s for each pair of neurons.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatbook.reconstruction.gram import pseudo_solve
+from flatbook.reconstruction.gram import Fitted, pseudo_solve
 
 
-class SymmetricMap(NamedTuple):
-    """The contraction of a symmetric tensor fitted to values.
-
-    Attributes:
-        coefficients: β. Shape ``(points, variables)``.
-        points: z. Shape ``(points, variables)``.
-        power: α − 1.
-        rank: Measured rank of the Gram matrix.
-        needed: The number of entries of the tensor, the rank that determines it.
-        condition: Largest over needed-th eigenvalue of the Gram matrix; infinite where there are
-            fewer.
-    """
-
-    coefficients: Tensor
-    points: Tensor
-    power: int
-    rank: int
-    needed: int
-    condition: float
-
-    @property
-    def determined(self) -> bool:
-        """Whether the values determine the tensor."""
-        return self.rank == self.needed
+class SymmetricMap(Fitted):
+    """The contraction of a symmetric tensor, of one degree more than the map, as kernels."""
 
     def values(self, w: Tensor) -> Tensor:
         """Return f at the rows of w, shape ``(rows, variables)``."""

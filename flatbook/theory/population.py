@@ -76,6 +76,21 @@ def covariance(problems: Problems, kappa: Tensor, zeta: Tensor) -> Tensor:
     return problems.noise[:, None, None] ** 2 * (rows @ problems.gram @ rows.mT)
 
 
+def noise_root(problems: Problems, kappa: Tensor, zeta: Tensor) -> Tensor:
+    r"""Return R with :math:`R^\top R = \Sigma`, which turns standard normal rows into responses.
+
+    Args:
+        problems: The cells.
+        kappa: Shape ``(..., cells, 2, m)``.
+        zeta: Shape ``(..., cells, 2, m, n)``.
+
+    Returns:
+        Shape ``(..., cells, 2m, 2m)``.
+    """
+    values, vectors = torch.linalg.eigh(covariance(problems, kappa, zeta))
+    return (vectors * values.clamp(min=0).sqrt()[..., None, :]).mT
+
+
 def evaluate(
     problems: Problems, kappa: Tensor, zeta: Tensor, *, draws: int = 4096, seed: int = 0
 ) -> Population:
@@ -122,8 +137,7 @@ def evaluate(
     signal = torch.stack([y * (signs * value(y * a)).sum(dim=(-2, -1)) for y in (1, -1)], dim=-1)
     shape = signal.shape[:-1]
 
-    values, vectors = torch.linalg.eigh(covariance(problems, kappa, zeta).flatten(0, -3))
-    roots = (vectors * values.clamp(min=0).sqrt()[:, None]).mT
+    roots = noise_root(problems, kappa, zeta).flatten(0, -3)
     random = np.random.default_rng(seed)
     normal = torch.from_numpy(random.standard_normal((draws, 2 * m)))
     others = (problems.patches - 1).expand(shape).reshape(-1, 1)
