@@ -32,6 +32,7 @@ from flatbook.training import TrainConfig, fit
 from flatbook.units import units
 from flatbook.unlearning import (
     Assessment,
+    accuracies,
     assess,
     by_memorization,
     relearning_time,
@@ -207,7 +208,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
         scores = each("score", scored, {"all": (workers, progress)}, 0)["all"]
         forget = scores["sets"]
         originals = each("train", trained, models_of(config, forget))
-        common = {"forget": forget}
+        common = {"forget": forget, "goals": _without_signals(originals)}
         tuned = each("tune", tune, {_key(c): common | {"cell": c} for c in tuning_cells(config)})
         work = {
             f"{part}-{_key(cell)}-{seed}": common
@@ -426,12 +427,10 @@ def forgotten(config: Config, folder: Path, cell: Cell, forget, seed: int):
     """Unlearn; return the run and its sets."""
     data = data_of(config)
     sets = splits(data, forget[cell.where])
-    model = model_of(config, folder, forget, cell.pretrained, None, seed).to("cpu")
+    model = model_of(config, folder, forget, cell.pretrained, None, seed)
     settings = dict(cell.settings)
     lr = settings.pop("lr", 0.01)
     method = "sharp_minmax" if cell.method in VARIANTS else cell.method
-    if device().type != "cpu":
-        model.to(device())
     done = unlearn(
         model,
         sets["retain"],
@@ -458,14 +457,12 @@ def tune(task) -> dict:
     """Try the settings of a cell on the model of the tuning seed."""
     config, folder, spec = task
     cell, forget = spec["cell"], spec["forget"]
-    reference = model_of(config, folder, forget, cell.pretrained, cell.where, config.seeds)
+    goal = _goal(spec, config.seeds)
     trials = []
     for settings in TRIALS[cell.method][: config.trials]:
         chosen = replace(cell, settings=tuple(settings.items()))
         done, sets = forgotten(config, folder, chosen, forget, config.seeds)
-        if not trials:
-            goal = assess(reference, **sets).accuracy
-        own = assess(done.model, **sets).accuracy
+        own = accuracies(done.model, **sets)
         trials.append(settings | {"tow": tug_of_war(own, goal), "diverged": done.diverged})
     best = max(range(len(trials)), key=lambda i: trials[i]["tow"])
     return {"best": TRIALS[cell.method][best], "trials": trials}
@@ -476,20 +473,28 @@ def measured(task) -> dict:
     config, folder, spec = task
     cell, forget, seed = spec["cell"], spec["forget"], spec["seed"]
     done, sets = forgotten(config, folder, cell, forget, seed)
-    reference = model_of(config, folder, forget, cell.pretrained, cell.where, seed)
-    found, goal = assess(done.model, **sets), assess(reference, **sets)
+    found, goal = assess(done.model, **sets), _goal(spec, seed)
     values = _recorded(config, found, done.model, sets) | {
-        "tow": tug_of_war(found.accuracy, goal.accuracy),
-        "tow_mia": tug_of_war(found.attacked, goal.attacked, forget="mia"),
+        "tow": tug_of_war(found.accuracy, goal),
+        "tow_mia": tug_of_war(found.attacked, goal, forget="mia"),
         "seconds": round(done.seconds, 3),
         "diverged": done.diverged,
     }
     if spec["flat"]:
-        before = model_of(config, folder, forget, cell.pretrained, None, seed)
+        before, reference = (
+            model_of(config, folder, forget, cell.pretrained, without, seed)
+            for without in (None, cell.where)
+        )
         values |= {"before": _flatness(config, before, sets)}
         values |= {"after": _flatness(config, done.model, sets)}
         values |= {"retrained": _flatness(config, reference, sets)}
     return values
+
+
+def _goal(spec, seed: int) -> dict:
+    """Return what the model of a seed does that was retrained without the set."""
+    cell = spec["cell"]
+    return spec["goals"][f"{cell.pretrained}-{cell.where}-{seed}"][cell.where]
 
 
 def _flatness(config, model, sets) -> dict:
