@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # torch loads with the first tensor, so that the command line
 T = TypeVar("T")
 
 
+def shown(value: object) -> str:
+    """Return what Python calls a value, on one line: arrays have several."""
+    return " ".join(repr(value).splitlines())
+
+
 def choice(name: str, value: object, allowed: Collection[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; else name the nearest."""
     if isinstance(value, str) and value in allowed:
@@ -24,13 +29,13 @@ def choice(name: str, value: object, allowed: Collection[str]) -> str:
     spelt = {option.lower(): option for option in allowed}
     near = get_close_matches(str(value).lower(), spelt, n=1)
     hint = f" Did you mean {spelt[near[0]]!r}?" if near else ""
-    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+    raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {shown(value)}.{hint}")
 
 
 def flag(name: str, value: bool) -> bool:
     """Return ``value`` if it is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False; got {value!r}.")
+        raise ValueError(f"{name} must be True or False; got {shown(value)}.")
     return value
 
 
@@ -42,6 +47,11 @@ def positive(name: str, value: float) -> float:
 def non_negative(name: str, value: float) -> float:
     """Return ``value`` as a float if it is finite and not below zero."""
     return _number(name, value, "a finite number of at least 0", lambda v: v >= 0)
+
+
+def finite(name: str, value: float) -> float:
+    """Return ``value`` as a float if it is finite."""
+    return _number(name, value, "a finite number", lambda v: True)
 
 
 def fraction(name: str, value: float) -> float:
@@ -57,7 +67,7 @@ def _number(name, value, allowed, holds) -> float:
     except OverflowError:  # an int beyond the largest float
         number = math.nan
     if not (math.isfinite(number) and holds(number)):
-        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
+        raise ValueError(f"{name} must be {allowed}; got {shown(value)}.")
     return number
 
 
@@ -66,7 +76,7 @@ def count(name: str, value: int, *, at_least: int = 1, at_most: int | None = Non
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < at_least or (at_most is not None and value > at_most):
         allowed = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ValueError(f"{name} must be a whole number {allowed}; got {value!r}.")
+        raise ValueError(f"{name} must be a whole number {allowed}; got {shown(value)}.")
     return int(value)
 
 

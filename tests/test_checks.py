@@ -171,3 +171,14 @@ def test_words():
         checks.words("w", ["a", 3], ("a", "b"))
     with pytest.raises(ValueError, match=r"^w must not repeat itself; got a, a\.$"):
         checks.words("w", ["a", "a"], ("a", "b"))
+
+
+def test_finite_and_values_on_one_line():
+    assert checks.finite("x", -2) == -2.0
+    with pytest.raises(ValueError, match=r"^x must be a finite number; got inf\.$"):
+        checks.finite("x", math.inf)
+    with pytest.raises(
+        ValueError, match=r"^n must be a whole number of at least 1; got .*\.$"
+    ) as e:
+        checks.count("n", np.zeros((3, 3)))
+    assert "\n" not in str(e.value)

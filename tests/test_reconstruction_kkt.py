@@ -509,3 +509,9 @@ def test_plain_relu_residual_is_that_of_the_module():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=rf"^{message}$"):
         call()
+
+
+@pytest.mark.parametrize("subsets", [3, [3]])
+def test_subsets_are_sets(subsets):
+    with pytest.raises(ValueError, match=r"^subsets must .*; got (int|3)\.$"):
+        exact_kkt(2, subsets=subsets)

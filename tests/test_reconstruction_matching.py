@@ -248,3 +248,12 @@ def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_baselines_refuse_a_placebo_without_a_length():
+    with pytest.raises(
+        ValueError, match=r"^placebo must hold as many images as samples, 3; got int"
+    ):
+        baselines(np.eye(3), np.eye(3), placebo=3)
+    with pytest.raises(ValueError, match=r"^others must|^guesses must|^samples must"):
+        baselines(np.eye(3), np.eye(3), rows=np.ones((2, 2)))

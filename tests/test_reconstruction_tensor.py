@@ -16,6 +16,7 @@ from flatbook.reconstruction import (
     fit_multipliers,
     moment_tensor,
     monomial_count,
+    polarize,
     recover,
 )
 from flatbook.reconstruction.gram import largest_eigenvalue, solve_gram
@@ -430,3 +431,13 @@ def test_counting_needs_whole_numbers():
         ValueError, match=r"^variables must be a whole number of at least 1; got 0\.$"
     ):
         monomial_count(0, 2)
+
+
+def test_a_tolerance_that_leaves_nothing_is_refused():
+    network = exact_kkt(2)
+    with pytest.raises(
+        ValueError, match=r"^tolerance must be below 1, or nothing is left; got 1\.5"
+    ):
+        recover(network.W, network.a, tolerance=1.5)
+    with pytest.raises(ValueError, match=r"^form must be a function of points; got str\.$"):
+        polarize("x", [[1.0]])

@@ -189,3 +189,12 @@ def test_a_tiny_run(monkeypatch, tmp_path):
             assert setting[way][0]["path"]["forget_opposite"][0] == 0
     assert set(values["alphas"]) == {"10-10", "10-20", "20-10", "batch"}
     assert len(values["labels"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((3, [1.0], 0), "x"), (([1.0], None, 0), "values"), (([1.0], [1.0], "a"), "level")],
+)
+def test_crossing_refuses(arguments, name):
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        crossing(*arguments)

@@ -141,6 +141,10 @@ def _members(subsets, y: Tensor, alpha: int) -> np.ndarray:
         if alpha % 2 == 0:
             subsets = [s for s in subsets if len({labels[i] for i in s}) == 1]
     else:
+        if not isinstance(subsets, Iterable):
+            raise ValueError(
+                f"subsets must be sets of samples or None; got {type(subsets).__name__}."
+            )
         subsets = [_subset(s, labels, alpha) for s in subsets]
         missing = sorted(set(range(n)).difference(*subsets))
         if missing:
@@ -158,6 +162,8 @@ def _members(subsets, y: Tensor, alpha: int) -> np.ndarray:
 
 
 def _subset(subset, labels, alpha: int) -> list[int]:
+    if not isinstance(subset, Iterable):
+        raise ValueError(f"subsets must hold sets of samples; got {checks.shown(subset)}.")
     found = [
         checks.count("each number in subsets", i, at_least=0, at_most=len(labels) - 1)
         for i in subset

@@ -145,7 +145,7 @@ def polarize(form: Callable[[Tensor], Tensor], vectors):
         A number of type float.
 
     Raises:
-        ValueError: If ``vectors`` is not a matrix of finite numbers.
+        ValueError: If ``form`` is no function, or ``vectors`` not a matrix of finite numbers.
 
     Example:
         For :math:`p(w) = w_1 w_2`, the form is half of the permanent.
@@ -153,6 +153,8 @@ def polarize(form: Callable[[Tensor], Tensor], vectors):
         >>> polarize(lambda w: w[:, 0] * w[:, 1], [[1.0, 2.0], [3.0, 4.0]])
         5.0
     """
+    if not callable(form):
+        raise ValueError(f"form must be a function of points; got {type(form).__name__}.")
     vectors, kind = real("vectors", vectors, ("degree", "inputs"))
     order = len(vectors)
     signed = torch.tensor(list(itertools.product((1.0, -1.0), repeat=order)))

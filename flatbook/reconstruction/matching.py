@@ -6,6 +6,7 @@ score stands beside `baselines`, and the guesses behind it are counted, since on
 many samples.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from flatbook import checks
-from flatbook.arrays import as_array, returned
+from flatbook.arrays import as_array, listed, returned
 from flatbook.reconstruction.similarity import correlation, distance, flat_pair, standardized
 
 Measure = Literal["correlation", "distance"]
@@ -190,15 +191,16 @@ def baselines(
     table = {"attack": match(guesses, samples, **options)}
     if rows is not None:
         shape = np.shape(samples)
-        rows = rows.reshape(-1, *shape[1:]) if hasattr(rows, "reshape") else rows
+        if hasattr(rows, "reshape") and math.prod(np.shape(rows)) % math.prod(shape[1:]) == 0:
+            rows = rows.reshape(-1, *shape[1:])
         table["rows"] = match(rows, samples, measure=measure, signed=False)
     if held_out is not None:
         table["held out"] = match(held_out, samples, **options)
     if placebo is not None:
-        if len(placebo) != len(samples):
-            raise ValueError(
-                f"placebo must hold as many images as samples, {len(samples)}; got {len(placebo)}."
-            )
+        wanted, got = np.shape(samples)[0], np.shape(listed("placebo", placebo))[:1]
+        if got != (wanted,):
+            came = got[0] if got else type(placebo).__name__
+            raise ValueError(f"placebo must hold as many images as samples, {wanted}; got {came}.")
         table["placebo"] = match(guesses, placebo, **options)
     return table
 

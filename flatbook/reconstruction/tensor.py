@@ -148,6 +148,8 @@ def recover(
     limit = (
         max(W.shape) * kind.eps if tolerance is None else checks.positive("tolerance", tolerance)
     )
+    if limit >= 1:
+        raise ValueError(f"tolerance must be below 1, or nothing is left; got {limit:g}.")
     if rank is not None:
         checks.count("rank", rank, at_most=min(W.shape))
     checks.count("seed", seed, at_least=0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from flatbook import checks
+from flatbook.arrays import as_array
 from flatbook.theory.coordinates import Problems
 from flatbook.theory.descent import Training, train
 from flatbook.theory.wishart import sample_problems
@@ -99,11 +101,16 @@ def crossing(x, values, level: float) -> float:
         values: Of the curve. Shape ``(points,)``.
         level: To cross.
 
+    Raises:
+        ValueError: If the arrays are empty or disagree, or a number is not finite.
+
     Example:
         >>> crossing([0.0, 1.0, 2.0], [0.5, 0.3, 0.1], 0.2)
         1.5
     """
-    x, values = np.asarray(x, float), np.asarray(values, float)
+    x = as_array("x", x, ("points",)).astype(np.float64)
+    values = as_array("values", values, (len(x),)).astype(np.float64)
+    level = checks.finite("level", level)
     above = np.flatnonzero(values > level)
     if len(above) == 0 or above[-1] == len(x) - 1:
         return float("nan")
