@@ -5,6 +5,7 @@ input z of a ReLU is 0, any number in [0, 1] will do. Training drives many input
 the residual with autograd's choice of 0 may be large at a true KKT point.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from flatbook import checks
 from flatbook.reconstruction.gram import largest_eigenvalue
-from flatbook.reconstruction.inputs import network, real, signs
+from flatbook.reconstruction.inputs import in_span, network, real, signs, weights_norm
 from flatbook.reconstruction.multipliers import nonnegative_fit
 
 
@@ -87,20 +88,16 @@ def relu_multipliers(
         bias, _ = real("bias", bias, (len(W),), like=W)
         W = torch.cat([W, bias[:, None]], dim=1)
         X = torch.cat([X, torch.ones(len(X), 1).to(X)], dim=1)
-    size = float((W.square().sum() + a.square().sum()).sqrt())
-    if size == 0:
-        raise ValueError("W and a must not all be 0; got zeros only.")
+    size = weights_norm(W, a)
     z = X @ W.T
     free = z.abs() <= kink * z.abs().max()
-    frame, coordinates = torch.linalg.qr(X.T)
-    inside = W @ frame
-    outside = float((W - inside @ frame.T).norm())
+    inside, coordinates, outside = in_span(W, X)
     problem = _Problem(inside, a, coordinates.T, y, z, free)
 
     plain, missed = problem.plain()
-    plain_residual = (missed**2 + outside**2) ** 0.5 / size
+    plain_residual = math.hypot(missed, outside) / size
     clarke, missed = problem.solve(plain, steps)
-    residual = min(plain_residual, (missed**2 + outside**2) ** 0.5 / size)
+    residual = min(plain_residual, math.hypot(missed, outside) / size)
     return ClarkeFit(
         kind.back(clarke),
         residual,

@@ -56,6 +56,24 @@ def network(W, a) -> tuple[Tensor, Tensor, Kind]:
     return W, a, kind
 
 
+def weights_norm(*parts: Tensor, name: str = "W and a") -> float:
+    """Return the norm of all weights together, by which residuals are measured."""
+    size = float(sum(part.square().sum() for part in parts)) ** 0.5
+    if size == 0:
+        raise ValueError(f"{name} must not all be 0; got zeros only.")
+    return size
+
+
+def in_span(W: Tensor, X: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return W in coordinates of the span of the rows of X, those of X, and what W has outside.
+
+    Gradients at samples X lie in their span.
+    """
+    frame, coordinates = torch.linalg.qr(X.T)
+    inside = W @ frame
+    return inside, coordinates, float((W - inside @ frame.T).norm())
+
+
 def signs(name: str, value, samples: int, *, like: Tensor) -> Tensor:
     """Return labels of −1 and 1 in float64."""
     value, _ = real(name, value, (samples,), like=like)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flatbook.reconstruction.inputs import degree as checked_degree
-from flatbook.reconstruction.inputs import network, real, signs
+from flatbook.reconstruction.inputs import network, real, signs, weights_norm
 
 _LARGEST = 10**7  # entries of a dense tensor: 80 MB
 
@@ -174,9 +174,7 @@ def kkt_residual(W, a, X, b, *, degree: int = 3) -> float:
 
 def stationarity(W: Tensor, a: Tensor, X: Tensor, b: Tensor, degree: int) -> float:
     """Compute the residual of checked tensors."""
-    size = float((W.square().sum() + a.square().sum()).sqrt())
-    if size == 0:
-        raise ValueError("W and a must not all be 0; got zeros only.")
+    size = weights_norm(W, a)
     f = contracted(X, b, W, degree)
     first = (W - degree * a[:, None] * f).square().sum()
     second = (a - (W * f).sum(dim=1)).square().sum()

@@ -1,5 +1,6 @@
 """The multipliers under which given samples explain given weights best."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from flatbook import checks
 from flatbook.reconstruction.inputs import degree as checked_degree
-from flatbook.reconstruction.inputs import network, real, signs
+from flatbook.reconstruction.inputs import in_span, network, real, signs, weights_norm
 
 
 class Multipliers(NamedTuple):
@@ -61,16 +62,14 @@ def fit_multipliers(W, a, X, y, *, degree: int = 3) -> Multipliers:
     X, _ = real("X", X, ("samples", W.shape[1]), like=W)
     y = signs("y", y, len(X), like=W)
     alpha = checked_degree(degree)
-    # Gradients lie in the span of the samples; what W has outside stays as it is.
-    frame, coordinates = torch.linalg.qr(X.T)
-    inside = W @ frame
+    size = weights_norm(W, a, name="the weights")
+    inside, coordinates, outside = in_span(W, X)
     inner = W @ X.T
     first = (alpha * a[:, None] * inner.pow(alpha - 1))[:, None, :] * coordinates
     columns = y * torch.cat([first.flatten(0, 1), inner.pow(alpha)])
     target = torch.cat([inside.flatten(), a])
-    outside = float((W - inside @ frame.T).norm())
     values, missed = nonnegative_fit(columns, target)
-    return Multipliers(kind.back(values), _relative(missed, outside, W.norm(), a.norm()))
+    return Multipliers(kind.back(values), math.hypot(missed, outside) / size)
 
 
 def model_multipliers(model: nn.Module, X, y) -> Multipliers:
@@ -110,10 +109,11 @@ def model_multipliers(model: nn.Module, X, y) -> Multipliers:
     y = signs("y", y, len(X), like=X)
     X = X.to(like.device, like.dtype)
     theta = torch.cat([p.flatten() for p in trained.values()]).double()
+    size = weights_norm(theta, name="the weights")
     rows = [sample_gradient(model, trained, x).double() for x in X]
     columns = torch.stack(rows, dim=1) * y.to(theta.device)
     values, missed = nonnegative_fit(columns, theta)
-    return Multipliers(kind.back(values), _relative(missed, 0.0, theta.norm(), 0.0))
+    return Multipliers(kind.back(values), missed / size)
 
 
 def sample_gradient(model: nn.Module, trained: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -139,10 +139,3 @@ def nonnegative_fit(columns: Tensor, target: Tensor) -> tuple[Tensor, float]:
     values, _ = nnls(triangle.cpu().numpy(), (frame.T @ target).cpu().numpy())
     values = torch.from_numpy(values).to(columns)
     return values, float((target - columns @ values).norm())
-
-
-def _relative(missed, outside, *norms) -> float:
-    size = float(sum(float(n) ** 2 for n in norms)) ** 0.5
-    if size == 0:
-        raise ValueError("the weights must not all be 0; got zeros only.")
-    return (missed**2 + outside**2) ** 0.5 / size
