@@ -59,6 +59,7 @@ EXPERIMENTS: dict[str, str] = {
     "unlearning-resnet": "NegGrad and Sharp MinMax on a residual network.",
     "prompts": "A suffix that makes a language model answer wrongly, and sharpness along the way.",
     "signal-noise": "What two-layer networks learn and memorize, in training and unlearning.",
+    "trained-nets": "What training leaves of polynomial networks, and which samples survive.",
 }
 """The one-line description of each experiment, by name."""
 

@@ -10,8 +10,15 @@
 - ``interpolation``: a polynomial map through the values that the weights give; polarization.
 - ``gram``: large systems with the Gram matrix of a polynomial kernel.
 - ``symmetric``: the same for a symmetric tensor, which fewer neurons determine.
+- ``trained``: networks that gradient descent makes, and how many of their neurons count.
+- ``minima``: why these are few: local minima of the norm have no more neurons than samples.
+- ``survivors``: which samples come back where neurons are too few.
 - ``eigenvectors``: the real Z-eigenvectors of a tensor, which are all the neurons there can be.
 - ``matching``: which guess shows which sample, and what the same score is worth without an attack.
+- ``shallow``: two-layer ReLU networks trained to a stationary direction.
+- ``objectives``: how far weights are from the gradients of candidates, and how that changes.
+- ``splitting``: where a candidate should become two, and a second-order point by doing so.
+- ``attack``: `reconstruct`, the search for samples.
 - ``similarity``: correlation, distance and structural similarity of images.
 """
 
@@ -32,9 +39,21 @@ _NAMES = {
     "clarke": ("ClarkeFit", "relu_multipliers"),
     "tensor": ("IdentifiabilityError", "Recovery", "recover"),
     "interpolation": ("monomial_count", "polarize"),
+    "trained": ("train_polynomial", "Path", "ActiveNeurons", "active_neurons", "gram_spectrum"),
+    "minima": ("norm_cost", "prune_neurons", "one_neuron"),
+    "survivors": ("weighted_kkt", "coverage", "isolation", "Modes", "power_modes"),
     "eigenvectors": ("ZEigenvalues", "z_eigenvalues", "find_z_eigenvectors"),
     "matching": ("Matches", "match", "vote", "baselines"),
     "similarity": ("correlation", "distance", "ssim"),
+    "shallow": ("train_two_layer", "Training"),
+    "objectives": ("TwoLayer", "ShallowObjective", "NetworkObjective"),
+    "splitting": (
+        "splitting_matrix",
+        "least_curvatures",
+        "SampleSplitting",
+        "second_order_point",
+    ),
+    "attack": ("reconstruct", "Reconstruction"),
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES, ("symmetric", "gram"))

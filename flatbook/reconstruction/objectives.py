@@ -1,0 +1,393 @@
+r"""How far weights are from the gradients of candidate samples: what a search brings down.
+
+.. math::
+    L(x, \lambda) = \Bigl\| \vartheta - \sum_i \lambda_i \, g(x_i) \Bigr\|^2 , \qquad
+    g(x_i) = \nabla_\theta \langle c_i, \Phi(\theta; x_i) \rangle ,
+
+with candidates :math:`x_i`, multipliers :math:`\lambda_i`, and a **code** :math:`c_i` that picks
+the margin out of the outputs: the label for one output, and :math:`e_y - e_j` for several, with
+the runner-up :math:`j \ne y`. The target ϑ tells three attacks apart:
+
+- the weights themselves, for a network trained to a KKT point (one output), with several classes
+  or with weight decay (there the condition :math:`\vartheta \propto \sum_i \lambda_i g(x_i)` is
+  that of any stationary point);
+- the weights less their start, for an attacker who knows the initialization.
+
+A second derivative in x must exist, so ReLU is replaced in the attack by
+:math:`\sigma_\tau(z) = \log(1 + e^{\tau z}) / \tau`, whose derivative is the sigmoid of τz.
+
+An objective has three methods, ``loss`` (differentiable), ``gradients`` (the loss and its
+gradients in candidates and multipliers) and ``splitting`` (the products :math:`S_i v_i` with the
+matrices of `flatbook.reconstruction.splitting`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatbook import checks
+
+
+class TwoLayer(NamedTuple):
+    r"""Weights of a network :math:`\Phi(x) = V [W x + c]_+`, with no bias in the second layer.
+
+    Attributes:
+        W: First layer. Shape ``(neurons, inputs)``.
+        bias: c. Shape ``(neurons,)``.
+        V: Second layer. Shape ``(outputs, neurons)``.
+    """
+
+    W: Tensor
+    bias: Tensor
+    V: Tensor
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Return the outputs. Shape ``(samples, outputs)``."""
+        return (X @ self.W.T + self.bias).clamp(min=0) @ self.V.T
+
+    def minus(self, other: "TwoLayer") -> "TwoLayer":
+        """Return the difference, layer by layer."""
+        return TwoLayer(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def size(self) -> float:
+        """Return the norm of all weights together."""
+        return math.sqrt(sum(float(part.double().square().sum()) for part in self))
+
+
+def codes(outputs: Tensor, labels: Tensor) -> Tensor:
+    r"""Return what picks each candidate's margin out of the outputs.
+
+    Args:
+        outputs: Shape ``(candidates, outputs)``.
+        labels: For one output −1 and 1, or any weights; for several the classes. Shape
+            ``(candidates,)``.
+
+    Returns:
+        :math:`y_i`, or :math:`e_{y_i} - e_j` with the largest other output j. Shape
+        ``(candidates, outputs)``.
+
+    Example:
+        >>> codes(torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]]), torch.tensor([0, 1]))
+        tensor([[ 1.,  0., -1.],
+                [-1.,  1.,  0.]])
+    """
+    if outputs.shape[1] == 1:
+        return labels.to(outputs)[:, None]
+    rows = torch.arange(len(outputs), device=outputs.device)
+    found, rival = torch.zeros_like(outputs), outputs.detach().clone()
+    rival[rows, labels] = -torch.inf
+    found[rows, labels] = 1.0
+    found[rows, rival.argmax(dim=1)] = -1.0
+    return found
+
+
+class ShallowObjective:
+    r"""The objective of a two-layer network, from inner products of candidates alone.
+
+    With :math:`z_i = W x_i + c`, heads :math:`A_i = V^\top c_i`, slopes :math:`B_i = A_i \odot
+    \sigma'(z_i)` and :math:`\tilde x = (x, 1)`, the tangent kernel of the network is
+
+    .. math:: K_{ik} = \langle g(x_i), g(x_k) \rangle = \langle \tilde x_i, \tilde x_k \rangle
+        \langle B_i, B_k \rangle + \langle c_i, c_k \rangle \langle \sigma(z_i), \sigma(z_k) \rangle
+
+    and :math:`L = \|\vartheta\|^2 - 2 \lambda^\top G + \lambda^\top K \lambda` with
+    :math:`G_i = \langle \vartheta, g(x_i) \rangle`. No gradient of the size of the weights is ever
+    formed, and the gradients of L are written out.
+
+    Args:
+        network: The weights that the attacker has.
+        start: Their initialization, if the attacker knows it.
+        sharpness: τ of the smooth ReLU; infinite for ReLU itself, which has no second derivative.
+
+    Raises:
+        ValueError: If shapes disagree or a number is not finite.
+
+    Example:
+        One neuron, one candidate: the gradient is (σ'(z) x, σ'(z), σ(z)) with z = 2.
+
+        >>> network = TwoLayer(torch.tensor([[2.0]]), torch.zeros(1), torch.ones(1, 1))
+        >>> objective = ShallowObjective(network, sharpness=float("inf"))
+        >>> x, one = torch.ones(1, 1), torch.ones(1)
+        >>> objective.loss(x, one, one).item()  # |(2, 0, 1) - (1, 1, 2)|²
+        3.0
+    """
+
+    def __init__(
+        self, network: TwoLayer, *, start: TwoLayer | None = None, sharpness: float = 300.0
+    ) -> None:
+        network = _weights("network", network)
+        self.network, self.sharpness = network, _sharpness(sharpness)
+        self.target = network
+        self.same = start is None
+        if start is not None:
+            start = _weights("start", start)
+            if [p.shape for p in start] != [p.shape for p in network]:
+                raise ValueError(
+                    "start must have the shapes of network; got "
+                    f"{tuple(start.W.shape)} for {tuple(network.W.shape)} in the first layer."
+                )
+            self.target = network.minus(start)
+        self.square = self.target.size() ** 2
+
+    @property
+    def inputs(self) -> int:
+        """Length of a candidate."""
+        return self.network.W.shape[1]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor whose precision and device the candidates should have."""
+        return self.network.W
+
+    def within(self, basis: Tensor) -> "ShallowObjective":
+        """Return the same objective for candidates in coordinates of a subspace.
+
+        Args:
+            basis: Orthonormal rows. Shape ``(dimensions, inputs)``.
+        """
+        inside = object.__new__(ShallowObjective)
+        inside.sharpness, inside.same, inside.square = self.sharpness, self.same, self.square
+        inside.network = self.network._replace(W=self.network.W @ basis.T)
+        inside.target = (
+            inside.network if self.same else self.target._replace(W=self.target.W @ basis.T)
+        )
+        return inside
+
+    def with_sharpness(self, sharpness: float) -> "ShallowObjective":
+        """Return the same objective with another smoothing of ReLU."""
+        other = object.__new__(ShallowObjective)
+        other.__dict__.update(self.__dict__, sharpness=_sharpness(sharpness))
+        return other
+
+    def outputs(self, X: Tensor) -> Tensor:
+        """Return the outputs of the smooth network. Shape ``(candidates, outputs)``."""
+        W, bias, V = self.network
+        return self._activations(X @ W.T + bias, 0)[0] @ V.T
+
+    def loss(self, X: Tensor, multipliers: Tensor, labels: Tensor) -> Tensor:
+        """Compute L, differentiable in candidates and multipliers."""
+        W, bias, V = self.network
+        z = X @ W.T + bias
+        value, slope = self._activations(z, 1)
+        code = codes(value @ V.T, labels)
+        B = (code @ V) * slope
+        along = z if self.same else X @ self.target.W.T + self.target.bias
+        G = (B * along).sum(dim=1) + ((code @ self.target.V) * value).sum(dim=1)
+        kernel = (X @ X.T + 1) * (B @ B.T) + (code @ code.T) * (value @ value.T)
+        return self.square + multipliers @ (kernel @ multipliers - 2 * G)
+
+    @torch.no_grad()
+    def gradients(
+        self, X: Tensor, multipliers: Tensor, labels: Tensor
+    ) -> tuple[float, Tensor, Tensor]:
+        """Compute L and its gradients in candidates and multipliers."""
+        W, bias, V = self.network
+        z = X @ W.T + bias
+        value, slope, bend = self._activations(z, 2)
+        code = codes(value @ V.T, labels)
+        A = code @ V
+        B = A * slope
+        along = z if self.same else X @ self.target.W.T + self.target.bias
+        heads = code @ self.target.V
+        weighted = multipliers[:, None]
+        gram, signs = X @ X.T + 1, code @ code.T
+        slopes = B @ B.T
+        first = along - (gram * multipliers) @ B  # what is left of the target, along candidates
+        second = heads - (signs * multipliers) @ value
+        G = torch.linalg.vecdot(B, along) + torch.linalg.vecdot(heads, value)
+        pull = (gram * slopes) @ multipliers + ((signs * (value @ value.T)) @ multipliers)
+        dz = -2 * weighted * (first.mul_(A).mul_(bend).add_(second.mul_(slope)))
+        dB = (-2 * weighted) * B
+        dX = (dz.add_(dB) @ W) if self.same else torch.addmm(dz @ W, dB, self.target.W)
+        dX += 2 * weighted * ((slopes * multipliers) @ X)
+        loss = self.square + float(multipliers @ (pull - 2 * G))
+        return loss, dX, 2 * (pull - G)
+
+    @torch.no_grad()
+    def splitting(self, X: Tensor, multipliers: Tensor, labels: Tensor):
+        r"""Return the map from directions, a row for each candidate, to :math:`S_i v_i`.
+
+        .. math::
+            S_i = -2 \lambda_i \sum_j (A_{ij} \sigma'''(z_{ij}) r_{ij} + s_{ij} \sigma''(z_{ij}))
+            w_j w_j^\top + A_{ij} \sigma''(z_{ij}) (w_j R_j^\top + R_j w_j^\top)
+
+        with what the candidates leave of the target, R in the first layer (:math:`r_{ij} =
+        \langle R_j, \tilde x_i \rangle`) and s in the second.
+        """
+        W, bias, V = self.network
+        z = X @ W.T + bias
+        value, slope, bend, twist = self._activations(z, 3)
+        code = codes(value @ V.T, labels)
+        A = code @ V
+        B = A * slope * multipliers[:, None]
+        along = z if self.same else X @ self.target.W.T + self.target.bias
+        first = along - (X @ X.T + 1) @ B
+        second = code @ self.target.V - (code @ (code.T @ (multipliers[:, None] * value)))
+        factor = -2 * multipliers[:, None]
+        own, cross = factor * (A * twist * first + second * bend), factor * (A * bend)
+
+        def apply(v: Tensor) -> Tensor:
+            hidden = v @ W.T
+            target = hidden if self.same else v @ self.target.W.T
+            rest = target - (v @ X.T) @ B
+            back = own * hidden + cross * rest
+            crossed = cross * hidden
+            if self.same:
+                out = (back + crossed) @ W
+            else:
+                out = back @ W + crossed @ self.target.W
+            return out - (crossed @ B.T) @ X
+
+        return apply
+
+    def _activations(self, z: Tensor, order: int) -> list[Tensor]:
+        """Return σ and its derivatives up to an order."""
+        if self.sharpness == math.inf:
+            found = [z.clamp(min=0), (z > 0).to(z)]
+            return (found + [torch.zeros_like(z)] * 2)[: order + 1]
+        tau = self.sharpness
+        found = [nn.functional.softplus(z, beta=tau, threshold=40.0)]
+        if order > 0:
+            found.append(torch.sigmoid(tau * z))
+        if order > 1:
+            found.append(tau * found[1] * (1 - found[1]))
+        if order > 2:
+            found.append(tau * found[2] * (1 - 2 * found[1]))
+        return found
+
+
+class SmoothReLU(nn.Module):
+    r"""The activation :math:`\sigma_\tau(z) = \log(1 + e^{\tau z}) / \tau`."""
+
+    def __init__(self, sharpness: float) -> None:
+        super().__init__()
+        self.sharpness = sharpness
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Apply the activation."""
+        return nn.functional.softplus(z, beta=self.sharpness, threshold=40.0)
+
+
+class NetworkObjective:
+    r"""The objective of any network, by differentiating twice.
+
+    Args:
+        model: Returns a number, or one for each class, for each sample. Every ReLU module is
+            replaced by the smooth one in a copy; a ReLU that is a function stays, without its
+            second derivative.
+        start: The parameters at initialization, by name, if the attacker knows them.
+        sharpness: τ of the smooth ReLU; infinite keeps ReLU.
+
+    Raises:
+        ValueError: If the model has no parameter that requires a gradient, or ``start`` does not
+            fit.
+
+    Example:
+        The example of `ShallowObjective` again.
+
+        >>> model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> with torch.no_grad():
+        ...     for parameter, value in zip(model.parameters(), (2.0, 0.0, 1.0), strict=True):
+        ...         _ = parameter.fill_(value)
+        >>> objective = NetworkObjective(model, sharpness=float("inf"))
+        >>> x, one = torch.ones(1, 1), torch.ones(1)
+        >>> objective.loss(x, one, one).item()
+        3.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        start: Mapping[str, Tensor] | None = None,
+        sharpness: float = 300.0,
+    ) -> None:
+        self.model = smoothed(checks.module("model", model), _sharpness(sharpness))
+        self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not self.weights:
+            raise ValueError("model must have parameters that require a gradient; got none.")
+        self.target = {name: p.detach().clone() for name, p in self.weights.items()}
+        if start is not None:
+            for name in self.target:
+                if name not in start or start[name].shape != self.target[name].shape:
+                    raise ValueError(f"start must hold every parameter of model; {name} is not.")
+                self.target[name] -= start[name].detach().to(self.target[name])
+        self.square = float(sum(p.double().square().sum() for p in self.target.values()))
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor whose precision and device the candidates should have."""
+        return next(iter(self.target.values()))
+
+    def outputs(self, X: Tensor) -> Tensor:
+        """Return the outputs of the smooth network. Shape ``(candidates, outputs)``."""
+        out = self.model(X)
+        return out[:, None] if out.ndim == 1 else out
+
+    def _rest(self, X, multipliers, labels, create_graph: bool) -> list[Tensor]:
+        out = self.outputs(X)
+        total = multipliers @ (codes(out, labels) * out).sum(dim=1)
+        found = torch.autograd.grad(total, list(self.weights.values()), create_graph=create_graph)
+        return [goal - g for goal, g in zip(self.target.values(), found, strict=True)]
+
+    def loss(self, X: Tensor, multipliers: Tensor, labels: Tensor) -> Tensor:
+        """Compute L, differentiable in candidates and multipliers."""
+        return sum(part.square().sum() for part in self._rest(X, multipliers, labels, True))
+
+    def gradients(
+        self, X: Tensor, multipliers: Tensor, labels: Tensor
+    ) -> tuple[float, Tensor, Tensor]:
+        """Compute L and its gradients in candidates and multipliers."""
+        X, multipliers = (t.detach().requires_grad_() for t in (X, multipliers))
+        loss = self.loss(X, multipliers, labels)
+        dX, dm = torch.autograd.grad(loss, (X, multipliers))
+        return float(loss.detach()), dX, dm
+
+    def splitting(self, X: Tensor, multipliers: Tensor, labels: Tensor):
+        """Return the map from directions, a row for each candidate, to :math:`S_i v_i`."""
+        rest = [r.detach() for r in self._rest(X.detach(), multipliers, labels, False)]
+        tangent = dict(zip(self.weights, rest, strict=True))
+        weights = {name: p.detach() for name, p in self.weights.items()}
+        code = codes(self.outputs(X.detach()).detach(), labels)
+
+        def pull(x):
+            def out(parameters):
+                found = torch.func.functional_call(self.model, parameters, (x,))
+                return found[:, None] if found.ndim == 1 else found
+
+            change = torch.func.jvp(out, (weights,), (tangent,))[1]
+            return -2 * (multipliers.detach() @ (code * change).sum(dim=1))
+
+        slope = torch.func.grad(pull)
+        return lambda v: torch.func.jvp(slope, (X.detach(),), (v,))[1].detach()
+
+
+def smoothed(model: nn.Module, sharpness: float) -> nn.Module:
+    """Return a copy of a model whose ReLU modules are smooth."""
+    import copy
+
+    model = copy.deepcopy(model).eval()
+    if sharpness == math.inf:
+        return model
+    if isinstance(model, nn.ReLU):
+        return SmoothReLU(sharpness)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU):
+                setattr(module, name, SmoothReLU(sharpness))
+    return model
+
+
+def _sharpness(value: float) -> float:
+    return math.inf if value == math.inf else checks.positive("sharpness", value)
+
+
+def _weights(name: str, network: TwoLayer) -> TwoLayer:
+    checks.instance(name, network, TwoLayer, "train_two_layer")
+    W = checks.tensor(f"{name}.W", network.W, ("neurons", "inputs"))
+    bias = checks.tensor(f"{name}.bias", network.bias, (len(W),))
+    V = checks.tensor(f"{name}.V", network.V, ("outputs", len(W)))
+    return TwoLayer(W.detach(), bias.detach(), V.detach())
