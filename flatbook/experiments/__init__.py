@@ -57,6 +57,7 @@ EXPERIMENTS: dict[str, str] = {
     "memorization": "What SGD and SAM remember, whom it helps, and whom the attack finds.",
     "unlearning": "Eight ways to unlearn, three optimizers, three forget sets, tuned alike.",
     "unlearning-resnet": "NegGrad and Sharp MinMax on a residual network.",
+    "reconstruction": "Three attacks that read training images off weights, with splitting.",
     "prompts": "A suffix that makes a language model answer wrongly, and sharpness along the way.",
     "signal-noise": "What two-layer networks learn and memorize, in training and unlearning.",
     "trained-nets": "What training leaves of polynomial networks, and which samples survive.",

@@ -45,7 +45,7 @@ _NAMES = {
     "eigenvectors": ("ZEigenvalues", "z_eigenvalues", "find_z_eigenvectors"),
     "matching": ("Matches", "match", "vote", "baselines"),
     "similarity": ("correlation", "distance", "ssim"),
-    "shallow": ("train_two_layer", "Training"),
+    "shallow": ("train_two_layer", "row_space", "Training"),
     "objectives": ("TwoLayer", "ShallowObjective", "NetworkObjective"),
     "splitting": (
         "splitting_matrix",

@@ -9,6 +9,7 @@ pixels stay in their range, and multipliers above a least value, so that candida
 """
 
 import math
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from flatbook import checkpoints, checks
 from flatbook.progress import bar
-from flatbook.reconstruction.splitting import SampleSplitting
+from flatbook.reconstruction.splitting import SampleSplitting, given_labels
 from flatbook.runtime import generator
 
 _LEAST_WEIGHT = 5.0
@@ -136,7 +137,7 @@ def reconstruct(
         >>> bool((match(found.X, X).score > 0.99).all())
         True
     """
-    labels = checks.tensor("labels", labels, ("candidates",), floating=False)
+    labels = given_labels(labels, "candidates")
     options = _Options(
         inputs=checks.count("inputs", inputs),
         steps=checks.count("steps", steps),
@@ -151,16 +152,18 @@ def reconstruct(
     )
     if splitting is not None:
         checks.instance("splitting", splitting, SampleSplitting, "SampleSplitting(...)")
-    like = objective.like
+    like = _target(objective, inputs)
     if basis is not None:
         basis = checks.tensor("basis", basis, ("dimensions", inputs)).to(like)
         objective = objective.within(basis)
     search = _Search(objective, labels.to(like.device), options, splitting, basis)
     identity = options._asdict() | {
         "splitting": repr(splitting),
-        "labels": labels.tolist(),
+        "labels": str(labels.tolist()),
         "target": float(objective.square),
-        "within": 0 if basis is None else len(basis),
+        "sharpness": getattr(objective, "sharpness", None),
+        "precision": str(like.dtype),
+        "basis": "" if basis is None else sha256(basis.cpu().numpy().tobytes()).hexdigest(),
     }
     if checkpoint is not None and (kept := checkpoints.load(checkpoint, identity)):
         search.restore(kept)
@@ -174,6 +177,24 @@ def reconstruct(
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
     return found
+
+
+def _target(objective, inputs: int) -> Tensor:
+    """Return a tensor like the candidates, of an objective that can have some."""
+    if not (hasattr(objective, "gradients") and hasattr(objective, "like")):
+        raise ValueError(
+            "objective must be a ShallowObjective or a NetworkObjective; got "
+            f"{type(objective).__name__}."
+        )
+    if not objective.square > 0:
+        raise ValueError("objective must have a target that is not 0; got one that is.")
+    try:
+        objective.outputs(torch.zeros(1, inputs).to(objective.like))
+    except RuntimeError as error:
+        raise ValueError(
+            f"inputs must be the length of a sample of the network; got {inputs}."
+        ) from error
+    return objective.like
 
 
 class _Options(NamedTuple):

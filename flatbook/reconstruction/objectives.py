@@ -69,6 +69,9 @@ def codes(outputs: Tensor, labels: Tensor) -> Tensor:
         :math:`y_i`, or :math:`e_{y_i} - e_j` with the largest other output j. Shape
         ``(candidates, outputs)``.
 
+    Raises:
+        ValueError: If a label is none of several outputs.
+
     Example:
         >>> codes(torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]]), torch.tensor([0, 1]))
         tensor([[ 1.,  0., -1.],
@@ -76,6 +79,7 @@ def codes(outputs: Tensor, labels: Tensor) -> Tensor:
     """
     if outputs.shape[1] == 1:
         return labels.to(outputs)[:, None]
+    labels = checks.labels("labels", labels, outputs.shape[1], samples=len(outputs))
     rows = torch.arange(len(outputs), device=outputs.device)
     found, rival = torch.zeros_like(outputs), outputs.detach().clone()
     rival[rows, labels] = -torch.inf
@@ -123,12 +127,9 @@ class ShallowObjective:
         self.target = network
         self.same = start is None
         if start is not None:
-            start = _weights("start", start)
-            if [p.shape for p in start] != [p.shape for p in network]:
-                raise ValueError(
-                    "start must have the shapes of network; got "
-                    f"{tuple(start.W.shape)} for {tuple(network.W.shape)} in the first layer."
-                )
+            start = TwoLayer(*(part.to(network.W) for part in _weights("start", start)))
+            for name, mine, theirs in zip(network._fields, start, network, strict=True):
+                checks.tensor(f"start.{name}", mine, theirs.shape)
             self.target = network.minus(start)
         self.square = self.target.size() ** 2
 
@@ -147,7 +148,11 @@ class ShallowObjective:
 
         Args:
             basis: Orthonormal rows. Shape ``(dimensions, inputs)``.
+
+        Raises:
+            ValueError: If they are not.
         """
+        basis = _frame(basis, self.inputs, self.like)
         inside = object.__new__(ShallowObjective)
         inside.sharpness, inside.same, inside.square = self.sharpness, self.same, self.square
         inside.network = self.network._replace(W=self.network.W @ basis.T)
@@ -167,8 +172,13 @@ class ShallowObjective:
         W, bias, V = self.network
         return self._activations(X @ W.T + bias, 0)[0] @ V.T
 
-    def loss(self, X: Tensor, multipliers: Tensor, labels: Tensor) -> Tensor:
-        """Compute L, differentiable in candidates and multipliers."""
+    def kernel(self, X: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute K and G, differentiable in candidates.
+
+        Returns:
+            Inner products of the candidates' gradients with each other, of shape ``(candidates,
+            candidates)``, and with the target, of shape ``(candidates,)``.
+        """
         W, bias, V = self.network
         z = X @ W.T + bias
         value, slope = self._activations(z, 1)
@@ -176,7 +186,11 @@ class ShallowObjective:
         B = (code @ V) * slope
         along = z if self.same else X @ self.target.W.T + self.target.bias
         G = (B * along).sum(dim=1) + ((code @ self.target.V) * value).sum(dim=1)
-        kernel = (X @ X.T + 1) * (B @ B.T) + (code @ code.T) * (value @ value.T)
+        return (X @ X.T + 1) * (B @ B.T) + (code @ code.T) * (value @ value.T), G
+
+    def loss(self, X: Tensor, multipliers: Tensor, labels: Tensor) -> Tensor:
+        """Compute L, differentiable in candidates and multipliers."""
+        kernel, G = self.kernel(X, labels)
         return self.square + multipliers @ (kernel @ multipliers - 2 * G)
 
     @torch.no_grad()
@@ -235,10 +249,7 @@ class ShallowObjective:
             rest = target - (v @ X.T) @ B
             back = own * hidden + cross * rest
             crossed = cross * hidden
-            if self.same:
-                out = (back + crossed) @ W
-            else:
-                out = back @ W + crossed @ self.target.W
+            out = (back + crossed) @ W if self.same else back @ W + crossed @ self.target.W
             return out - (crossed @ B.T) @ X
 
         return apply
@@ -305,37 +316,57 @@ class NetworkObjective:
         start: Mapping[str, Tensor] | None = None,
         sharpness: float = 300.0,
     ) -> None:
-        self.model = smoothed(checks.module("model", model), _sharpness(sharpness))
+        self.sharpness = _sharpness(sharpness)
+        self.model = smoothed(checks.module("model", model), self.sharpness)
         self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not self.weights:
             raise ValueError("model must have parameters that require a gradient; got none.")
         self.target = {name: p.detach().clone() for name, p in self.weights.items()}
         if start is not None:
-            for name in self.target:
-                if name not in start or start[name].shape != self.target[name].shape:
-                    raise ValueError(f"start must hold every parameter of model; {name} is not.")
-                self.target[name] -= start[name].detach().to(self.target[name])
+            if not isinstance(start, Mapping) or (missing := set(self.target) - set(start)):
+                got = f"no {min(missing)}" if isinstance(start, Mapping) else type(start).__name__
+                raise ValueError(f"start must map every parameter's name to its start; got {got}.")
+            for name, own in self.target.items():
+                begin = checks.tensor(f"start[{name!r}]", start[name], own.shape)
+                self.target[name] = own - begin.detach().to(own)
         self.square = float(sum(p.double().square().sum() for p in self.target.values()))
+        self.basis = None
 
     @property
     def like(self) -> Tensor:
         """A tensor whose precision and device the candidates should have."""
         return next(iter(self.target.values()))
 
+    def within(self, basis: Tensor) -> "NetworkObjective":
+        """Return the same objective for candidates in coordinates of a subspace.
+
+        Args:
+            basis: Orthonormal rows. Shape ``(dimensions, inputs)``.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        inside = object.__new__(NetworkObjective)
+        inside.__dict__.update(self.__dict__, basis=_frame(basis, "inputs", self.like))
+        return inside
+
     def outputs(self, X: Tensor) -> Tensor:
         """Return the outputs of the smooth network. Shape ``(candidates, outputs)``."""
-        out = self.model(X)
+        out = self.model(X if self.basis is None else X @ self.basis)
         return out[:, None] if out.ndim == 1 else out
 
-    def _rest(self, X, multipliers, labels, create_graph: bool) -> list[Tensor]:
+    def _sum(self, X, multipliers, labels) -> tuple[Tensor, ...]:
+        """Return what the candidates make of the target, differentiable."""
         out = self.outputs(X)
         total = multipliers @ (codes(out, labels) * out).sum(dim=1)
-        found = torch.autograd.grad(total, list(self.weights.values()), create_graph=create_graph)
-        return [goal - g for goal, g in zip(self.target.values(), found, strict=True)]
+        return torch.autograd.grad(total, list(self.weights.values()), create_graph=True)
 
     def loss(self, X: Tensor, multipliers: Tensor, labels: Tensor) -> Tensor:
         """Compute L, differentiable in candidates and multipliers."""
-        return sum(part.square().sum() for part in self._rest(X, multipliers, labels, True))
+        found = self._sum(X, multipliers, labels)
+        return sum(
+            (goal - g).square().sum() for goal, g in zip(self.target.values(), found, strict=True)
+        )
 
     def gradients(
         self, X: Tensor, multipliers: Tensor, labels: Tensor
@@ -348,21 +379,20 @@ class NetworkObjective:
 
     def splitting(self, X: Tensor, multipliers: Tensor, labels: Tensor):
         """Return the map from directions, a row for each candidate, to :math:`S_i v_i`."""
-        rest = [r.detach() for r in self._rest(X.detach(), multipliers, labels, False)]
-        tangent = dict(zip(self.weights, rest, strict=True))
-        weights = {name: p.detach() for name, p in self.weights.items()}
-        code = codes(self.outputs(X.detach()).detach(), labels)
+        X = X.detach().requires_grad_()
+        with torch.enable_grad():  # whoever only wants products may have turned it off
+            found = self._sum(X, multipliers.detach(), labels)
+            rest = [goal - g.detach() for goal, g in zip(self.target.values(), found, strict=True)]
+            along = sum((r * g).sum() for r, g in zip(rest, found, strict=True))
+            (slope,) = torch.autograd.grad(-2 * along, X, create_graph=True, materialize_grads=True)
 
-        def pull(x):
-            def out(parameters):
-                found = torch.func.functional_call(self.model, parameters, (x,))
-                return found[:, None] if found.ndim == 1 else found
+        def apply(v: Tensor) -> Tensor:
+            if not slope.requires_grad:  # a network of ReLU is flat between its kinks
+                return torch.zeros_like(v)
+            options = {"retain_graph": True, "materialize_grads": True}
+            return torch.autograd.grad(slope, X, v, **options)[0]
 
-            change = torch.func.jvp(out, (weights,), (tangent,))[1]
-            return -2 * (multipliers.detach() @ (code * change).sum(dim=1))
-
-        slope = torch.func.grad(pull)
-        return lambda v: torch.func.jvp(slope, (X.detach(),), (v,))[1].detach()
+        return apply
 
 
 def smoothed(model: nn.Module, sharpness: float) -> nn.Module:
@@ -381,6 +411,14 @@ def smoothed(model: nn.Module, sharpness: float) -> nn.Module:
     return model
 
 
+def _frame(basis, inputs: int | str, like: Tensor) -> Tensor:
+    basis = checks.tensor("basis", basis, ("dimensions", inputs)).to(like)
+    off = float((basis @ basis.T - torch.eye(len(basis)).to(basis)).abs().max())
+    if off > 1e3 * torch.finfo(basis.dtype).eps * math.sqrt(basis.shape[1]):
+        raise ValueError(f"basis must have orthonormal rows; they are {off:.2g} off.")
+    return basis
+
+
 def _sharpness(value: float) -> float:
     return math.inf if value == math.inf else checks.positive("sharpness", value)
 
@@ -388,6 +426,6 @@ def _sharpness(value: float) -> float:
 def _weights(name: str, network: TwoLayer) -> TwoLayer:
     checks.instance(name, network, TwoLayer, "train_two_layer")
     W = checks.tensor(f"{name}.W", network.W, ("neurons", "inputs"))
-    bias = checks.tensor(f"{name}.bias", network.bias, (len(W),))
-    V = checks.tensor(f"{name}.V", network.V, ("outputs", len(W)))
+    bias = checks.tensor(f"{name}.bias", network.bias, (len(W),)).to(W)
+    V = checks.tensor(f"{name}.V", network.V, ("outputs", len(W))).to(W)
     return TwoLayer(W.detach(), bias.detach(), V.detach())

@@ -65,7 +65,7 @@ def train_two_layer(
             gradients, so a smaller one brings the network nearer to a KKT point.
         lr: Learning rate.
         steps: Number of steps.
-        boost: The largest factor on the learning rate.
+        boost: The largest factor on the learning rate, from 1.
         weight_decay: Its strength, in the same units as the mean loss.
         loss: ``"logistic"`` (with classes, cross-entropy) or ``"squared"``, for one output.
         seed: Of the start.
@@ -92,7 +92,8 @@ def train_two_layer(
     y = checks.tensor("y", y, (len(X),), floating=False).to(X.device)
     width, steps = checks.count("width", width), checks.count("steps", steps)
     lr, init = checks.positive("lr", lr), checks.positive("init", init)
-    boost = checks.positive("boost", boost)
+    if checks.positive("boost", boost) < 1:
+        raise ValueError(f"boost must be at least 1; got {boost:g}.")
     weight_decay = checks.non_negative("weight_decay", weight_decay)
     squared = checks.choice("loss", loss, ("logistic", "squared")) == "squared"
     y, outputs = _labels(y, squared)
@@ -124,7 +125,48 @@ def train_two_layer(
     network = TwoLayer(kept * outside + inside @ frame, bias, V)
     out = network(X)
     code = codes(out, y if outputs > 1 else y.to(X))
-    return Training(network, start, torch.tensor(losses), (code * out).sum(dim=1))
+    margins = (code * out).sum(dim=1)
+    if not margins.isfinite().all():
+        raise ValueError(f"lr must let training converge; {lr:g} diverged at step {steps}.")
+    return Training(network, start, torch.tensor(losses, dtype=torch.float64), margins)
+
+
+def row_space(W: Tensor) -> Tensor:
+    r"""Find the directions in which a layer differs from a random start.
+
+    Training moves the first layer within the span of the samples. What it left of an independent
+    normal start has singular values below a noise level that the median one tells: those above
+    :math:`\omega(\beta)` times the median count, with the ratio β of the sides and
+    :math:`\omega(\beta) \approx 0.56 \beta^3 - 0.95 \beta^2 + 1.82 \beta + 1.43`.
+
+    Args:
+        W: Shape ``(neurons, inputs)``.
+
+    Returns:
+        Orthonormal rows, those of the largest singular values first; at least one. Shape
+        ``(dimensions, inputs)``.
+
+    Raises:
+        ValueError: If W is not a finite matrix.
+
+    Reference:
+        Gavish and Donoho (2014). The optimal hard threshold for singular values is 4/√3. IEEE
+        Transactions on Information Theory.
+
+    Example:
+        Two directions out of noise.
+
+        >>> W = 1e-3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+        >>> W[:2, :2] += torch.eye(2)
+        >>> row_space(W).shape
+        torch.Size([2, 30])
+    """
+    W = checks.tensor("W", W, ("neurons", "inputs"))
+    _, values, rows = torch.linalg.svd(W, full_matrices=False)
+    beta = min(W.shape) / max(W.shape)
+    level = 0.56 * beta**3 - 0.95 * beta**2 + 1.82 * beta + 1.43
+    noise = max(level * values.median(), max(W.shape) * torch.finfo(W.dtype).eps * values[0])
+    return rows[: max(1, int((values > noise).sum()))]
 
 
 def _labels(y: Tensor, squared: bool) -> tuple[Tensor, int]:
@@ -151,9 +193,8 @@ def _start(X: Tensor, width: int, outputs: int, init: float, head: float, seed: 
         return torch.randn(*shape, generator=random, dtype=torch.float64).to(X)
 
     V = (2 * torch.rand(outputs, width, generator=random, dtype=torch.float64) - 1).to(X)
-    return TwoLayer(
-        init * normal(width, X.shape[1]), init * normal(width), head * V / math.sqrt(width)
-    )
+    V = head / math.sqrt(width) * V
+    return TwoLayer(init * normal(width, X.shape[1]), init * normal(width), V)
 
 
 def _loss(out: Tensor, y: Tensor, squared: bool) -> tuple[float, Tensor]:

@@ -46,7 +46,8 @@ def splitting_matrix(objective, X: Tensor, multipliers: Tensor, labels: Tensor) 
         Symmetric. Shape ``(candidates, inputs, inputs)``.
 
     Raises:
-        ValueError: If shapes disagree, or there are more than ten million entries.
+        ValueError: If shapes disagree, a number is not finite, or there are more than ten million
+            entries.
 
     Example:
         Along one eigenvector the loss falls when the candidate splits, along the other it rises.
@@ -59,7 +60,7 @@ def splitting_matrix(objective, X: Tensor, multipliers: Tensor, labels: Tensor) 
         >>> torch.linalg.eigvalsh(S[0]).round(decimals=3)
         tensor([-1.2050,  0.0520])
     """
-    X, multipliers, labels = _given(X, multipliers, labels)
+    X, multipliers, labels = _given(objective, X, multipliers, labels)
     n, d = X.shape
     if n * d * d > _LARGEST:
         raise ValueError(
@@ -111,7 +112,7 @@ def least_curvatures(
         differential and integral operators. Journal of Research of the National Bureau of
         Standards.
     """
-    X, multipliers, labels = _given(X, multipliers, labels)
+    X, multipliers, labels = _given(objective, X, multipliers, labels)
     steps = min(checks.count("steps", steps), X.shape[1])
     apply, random = objective.splitting(X, multipliers, labels), generator(seed)
 
@@ -230,7 +231,7 @@ class SampleSplitting:
         Raises:
             ValueError: If shapes disagree.
         """
-        X, multipliers, labels = _given(X, multipliers, labels)
+        X, multipliers, labels = _given(objective, X, multipliers, labels)
         found = least_curvatures(objective, X, multipliers, labels, steps=self.lanczos, seed=seed)
         count = math.floor(self.share * len(X))
         if self.most is not None:
@@ -320,41 +321,41 @@ def second_order_point(
 
     Raises:
         ValueError: If shapes disagree or a constant is not above 0; or if the loss rises, so that
-            ``smoothness`` is too small.
+            ``smoothness`` or ``hessian_lipschitz`` is too small.
     """
-    X, multipliers, labels = _given(X, multipliers, labels)
+    X, multipliers, labels = _given(objective, X, multipliers, labels)
     epsilon = checks.positive("epsilon", epsilon)
     rate = 1 / checks.positive("smoothness", smoothness)
     rho = checks.positive("hessian_lipschitz", hessian_lipschitz)
     max_steps = checks.count("max_steps", max_steps)
-    bound = -math.sqrt(rho * epsilon)
-    rule = SampleSplitting(
-        threshold=bound, step=math.sqrt(epsilon / rho), share=0.5, lanczos=lanczos
-    )
-    steps, splits, losses = 0, 0, []
+    bound, apart = -math.sqrt(rho * epsilon), math.sqrt(epsilon / rho)
+    steps, splits, losses, split = 0, 0, [], False
     while True:
         loss, slope, _ = objective.gradients(X, multipliers, labels)
-        if losses and not loss <= losses[-1] + 1e-12 * max(1.0, abs(losses[-1])) and steps:
-            raise ValueError(
-                f"smoothness must be a bound on the curvature; with {smoothness:g} the loss rose "
-                f"from {losses[-1]:.6g} to {loss:.6g}."
+        if losses and not loss <= losses[-1] + 1e-12 * max(1.0, abs(losses[-1])):
+            bad = (
+                f"hessian_lipschitz must bound how fast the curvature changes; with {rho:g} a split"
+                if split
+                else f"smoothness must be a bound on the curvature; with {smoothness:g} a step"
             )
+            raise ValueError(f"{bad} raised the loss from {losses[-1]:.6g} to {loss:.6g}.")
         losses.append(loss)
         size = float(slope.norm())
         if size > epsilon and steps < max_steps:
-            X, steps = X - rate * slope, steps + 1
+            X, steps, split = X - rate * slope, steps + 1, False
             continue
         found = least_curvatures(objective, X, multipliers, labels, steps=lanczos, seed=seed)
         least = float(found.values.min())
-        if least >= bound or steps >= max_steps or len(X) < 2:
+        if least >= bound or steps >= max_steps:
             reached = size <= epsilon and least >= bound
             break
+        share = max(0.5, 1 / len(X))  # a single candidate too
+        rule = SampleSplitting(threshold=bound, step=apart, share=share, lanczos=lanczos)
         after = rule.split(objective, X, multipliers, labels, seed=seed)
         X, multipliers, labels = after.X, after.multipliers, after.labels
-        splits += 1
-    return SecondOrderPoint(
-        X, multipliers, labels, size, least, steps, splits, torch.tensor(losses), reached
-    )
+        splits, split = splits + 1, True
+    losses = torch.tensor(losses, dtype=torch.float64)
+    return SecondOrderPoint(X, multipliers, labels, size, least, steps, splits, losses, reached)
 
 
 def _orthogonal(v: Tensor, basis: Tensor) -> Tensor:
@@ -362,8 +363,20 @@ def _orthogonal(v: Tensor, basis: Tensor) -> Tensor:
     return v - torch.einsum("kn,knd->nd", torch.einsum("knd,nd->kn", basis, v), basis)
 
 
-def _given(X, multipliers, labels) -> tuple[Tensor, Tensor, Tensor]:
-    X = checks.tensor("X", X, ("candidates", "inputs")).detach()
-    multipliers = checks.tensor("multipliers", multipliers, (len(X),)).detach()
-    labels = checks.tensor("labels", labels, (len(X),), floating=False)
-    return X, multipliers, labels
+def _given(objective, X, multipliers, labels) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what was given, in the precision and on the device of the objective."""
+    if not hasattr(objective, "splitting"):
+        raise ValueError(
+            "objective must be a ShallowObjective, a NetworkObjective or have their methods; got "
+            f"{type(objective).__name__}."
+        )
+    X = checks.tensor("X", X, ("candidates", getattr(objective, "inputs", "inputs"))).detach()
+    X = X.to(getattr(objective, "like", X))
+    multipliers = checks.tensor("multipliers", multipliers, (len(X),)).detach().to(X)
+    return X, multipliers, given_labels(labels, len(X)).to(X.device)
+
+
+def given_labels(labels, count: int | str) -> Tensor:
+    """Return labels, one for each candidate; what they may be depends on the outputs."""
+    labels = checks.tensor("labels", labels, (count,), floating=False)
+    return checks.tensor("labels", labels, (count,), floating=labels.is_floating_point())
