@@ -129,6 +129,10 @@ def test_training_nears_a_kkt_point():
         ({"activation": (0.0, 1.0)}, "three at least"),
         ({"activation": (0.0, 0.0, 1.0, 0.0)}, "end with a coefficient other than 0"),
         ({"at": [99]}, "at must be a whole number from 0 to 5"),
+        ({"at": 3}, "at must list numbers of steps or be None; got 3"),
+        ({"W": [[1.0], [1.0, 2.0]]}, "W must be a tensor or array of numbers"),
+        ({"W": torch.zeros(6, 5), "a": torch.zeros(6)}, "W and a must not all be 0"),
+        ({"W": torch.full((6, 5), 1e200, dtype=torch.float64)}, "outputs that are finite"),
         ({"rate": 0.0}, "rate must be a finite number above 0"),
         ({"a": torch.ones(3)}, "a must have shape"),
         ({"rate": 1e9, "scaled": False, "steps": 50}, "small enough for plain descent"),
@@ -139,6 +143,23 @@ def test_training_refuses(change, message):
     given = {"W": W, "a": a, "X": X, "y": y, "steps": 5} | change
     with pytest.raises(ValueError, match=message):
         train_polynomial(**given)
+
+
+def test_training_takes_arrays_of_steps_and_coefficients():
+    W, a, X, y = problem()
+    cubic = np.array([0.0, 0.0, 0.0, 1.0])
+    for at in (np.array([1, 2]), torch.tensor([1, 2]), iter([1, 2])):
+        path = train_polynomial(W, a, X, y, activation=cubic, steps=3, at=at)
+        assert path.steps == [1, 2, 3]
+        torch.testing.assert_close(path.W[-1], train_polynomial(W, a, X, y, steps=3).W[-1])
+
+
+def test_nothing_moves_where_there_is_no_gradient():
+    W, a, X, y = problem()
+    for V, samples in ((W, 0 * X), (0 * W, X)):
+        end = train_polynomial(V, a, samples, y, steps=3)
+        assert torch.equal(end.W[-1], V)
+        assert torch.equal(end.a[-1], a)
 
 
 # --- what is left ------------------------------------------------------------------------------
@@ -162,6 +183,8 @@ def test_active_neurons_merge_up_to_sign_and_add_up():
     assert len(active_neurons(W, a, share=0.7).directions) == 1
     with pytest.raises(ValueError, match="weights in both layers"):
         active_neurons(W, 0 * a)
+    with pytest.raises(ValueError, match="share must be below 1"):
+        active_neurons(W, a, share=1.0)
 
 
 @pytest.mark.parametrize("degree", [3, 4])
@@ -220,6 +243,13 @@ def test_pruning_a_small_network_changes_nothing():
     assert torch.equal(b, a)
 
 
+def test_pruning_drops_all_that_go_at_once():
+    """Two of these three neurons vanish together, and rounding must leave neither."""
+    V, b = prune_neurons([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [1.0, 1.0, 1.0], np.eye(2))
+    assert len(b) == 1
+    assert polynomial_network(V, b, np.eye(2)) == pytest.approx([2.0, 2.0])
+
+
 def test_the_full_rank_network_is_no_minimum():
     exact = exact_kkt(4, seed=2)
     V, b = prune_neurons(exact.W, exact.a, exact.X)
@@ -273,6 +303,16 @@ def test_one_neuron_is_a_local_minimum():
                 assert (W.square().sum() + a.square().sum()) / margin**0.5 > base
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e9])
+def test_one_neuron_does_not_depend_on_the_scale_of_the_samples(scale):
+    X, y = trained_nets.draw("gaussian", 4, 1)
+    net, scaled = one_neuron(X, y), one_neuron(scale * X, y)
+    cosine = net.W[0] @ scaled.W[0] / net.W[0].norm() / scaled.W[0].norm()
+    assert cosine > 1 - 1e-12
+    fit = kkt_conditions(*scaled)  # multipliers have a scale, and so has their slackness
+    assert max(fit.stationarity, fit.primal, fit.dual) < 1e-10
+
+
 def test_one_neuron_refuses():
     with pytest.raises(ValueError, match="separated by a plane"):
         one_neuron([[1.0], [1.0]], [1.0, -1.0])
@@ -320,8 +360,11 @@ def test_weighted_networks_refuse():
         weighted_kkt([1.0, 0.0])
     with pytest.raises(ValueError, match="2 is in none"):
         weighted_kkt([1.0, 1.0, 1.0], neurons=[0, 3])
-    with pytest.raises(ValueError, match="numbers below 6; got 6"):
-        weighted_kkt([1.0, 1.0, 1.0], neurons=[6])
+    for neurons, got in (([6], "6"), ([0.5], "0.5"), ("012", "'0'"), ([True] * 3, "True")):
+        with pytest.raises(ValueError, match=f"in neurons must be .* from 0 to 5; got {got}"):
+            weighted_kkt([1.0, 1.0, 1.0], neurons=neurons)
+    with pytest.raises(ValueError, match="neurons must list numbers"):
+        weighted_kkt([1.0, 1.0, 1.0], neurons=3)
 
 
 def test_coverage_is_the_share_that_a_projection_keeps():
@@ -355,8 +398,13 @@ def test_the_least_map_is_what_coverage_says():
 def test_isolation_is_the_relative_gap():
     assert isolation([3.0, 1.0, 4.0]).tolist() == pytest.approx([0.25, 0.5, 0.25])
     assert isolation([1.0, 1.0, 2.0]).tolist() == pytest.approx([0.0, 0.0, 0.5])
-    with pytest.raises(ValueError, match="two numbers"):
-        isolation([1.0])
+    for strengths, message in (
+        ([1.0], "two numbers or more; got 1"),
+        ([1.0, -2.0], "at least 0; got -2"),
+        ([0.0, 0.0], "must not all be 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            isolation(strengths)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -367,6 +415,8 @@ def test_the_power_method_finds_every_mode_of_a_determined_tensor(symmetric):
     assert sorted(found.values.tolist()) == pytest.approx([0.4, 1.0, 1.0, 2.4])
     with pytest.raises(ValueError, match="no neuron of zeros"):
         power_modes(0 * net.W, net.a, 4)
+    with pytest.raises(ValueError, match="modes must be a whole number from 1 to 4; got 5"):
+        power_modes(net.W, net.a, 5)
 
 
 # --- the experiment ----------------------------------------------------------------------------

@@ -16,8 +16,10 @@
 - ``eigenvectors``: the real Z-eigenvectors of a tensor, which are all the neurons there can be.
 - ``matching``: which guess shows which sample, and what the same score is worth without an attack.
 - ``shallow``: two-layer ReLU networks trained to a stationary direction.
-- ``objectives``: how far weights are from the gradients of candidates, and how that changes.
-- ``splitting``: where a candidate should become two, and a second-order point by doing so.
+- ``objectives``: how far weights are from the gradients of candidates, for two layers.
+- ``double_backward``: the same for any network.
+- ``splitting``: where a candidate should become two.
+- ``second_order``: a second-order point of the objective by doing so.
 - ``attack``: `reconstruct`, the search for samples.
 - ``similarity``: correlation, distance and structural similarity of images.
 """
@@ -46,13 +48,14 @@ _NAMES = {
     "matching": ("Matches", "match", "vote", "baselines"),
     "similarity": ("correlation", "distance", "ssim"),
     "shallow": ("train_two_layer", "row_space", "Training"),
-    "objectives": ("TwoLayer", "ShallowObjective", "NetworkObjective"),
+    "objectives": ("TwoLayer", "ShallowObjective"),
+    "double_backward": ("NetworkObjective",),
     "splitting": (
         "splitting_matrix",
         "least_curvatures",
         "SampleSplitting",
-        "second_order_point",
     ),
+    "second_order": ("second_order_point", "SecondOrderPoint"),
     "attack": ("reconstruct", "Reconstruction"),
 }
 

@@ -36,11 +36,11 @@ def norm_cost(strength, *, degree: int = 3):
     concave in :math:`|c|`: one strong neuron is cheaper than several that add up to it.
 
     Args:
-        strength: c. Shape ``(neurons,)``.
+        strength: c, of either sign. Shape ``(neurons,)``.
         degree: α, from 1.
 
     Returns:
-        At least 0. Shape ``(neurons,)``.
+        At least 0, of the kind of ``strength``. Shape ``(neurons,)``.
 
     Raises:
         ValueError: If a number is not finite, or an argument is none of the above.
@@ -73,7 +73,7 @@ def prune_neurons(W, a, X, *, degree: int = 3):
         degree: α, from 1.
 
     Returns:
-        W and a of the neurons that are left, scaled.
+        W and a of the neurons that are left, scaled, of the kind of ``W``.
 
     Raises:
         ValueError: If shapes disagree, a number is not finite, or all weights are 0.
@@ -103,7 +103,7 @@ def prune_neurons(W, a, X, *, degree: int = 3):
         reach = torch.where(v < 0, -1 / v, torch.inf)
         s = (1 + reach.min() * v).clamp(min=0)
         s[int(reach.argmin())] = 0  # which rounding may leave above
-        kept = s > 0
+        kept = s > 1e-14  # others that go at the same time are left at rounding error
         scale = s[kept].pow(1 / (alpha + 1))
         W, a = scale[:, None] * W[kept], scale * a[kept]
     return kind.back(W), kind.back(a)
@@ -145,8 +145,10 @@ def one_neuron(X, y, *, degree: int = 3) -> KKTNetwork:
     alpha = checked_degree(degree, at_least=3)
     if alpha % 2 == 0:
         raise ValueError(f"degree must be odd, or margins have no sign; got {alpha}.")
-    # Least distance programming: the residual of a problem with bounds is the direction.
-    rows = torch.cat([(y[:, None] * X).T, torch.ones(1, len(X)).to(X)]).cpu().numpy()
+    # Least distance programming: the residual of a problem with bounds is the direction. It has
+    # a scale of its own, so samples are taken at length 1 at most.
+    size = X.norm(dim=1).max().clamp(min=torch.finfo(X.dtype).tiny)
+    rows = torch.cat([(y[:, None] * X / size).T, torch.ones(1, len(X)).to(X)]).cpu().numpy()
     goal = np.zeros(len(rows))
     goal[-1] = 1.0
     missed = goal - rows @ nnls(rows, goal)[0]

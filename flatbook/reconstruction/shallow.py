@@ -161,7 +161,7 @@ def row_space(W: Tensor) -> Tensor:
         >>> row_space(W).shape
         torch.Size([2, 30])
     """
-    W = checks.tensor("W", W, ("neurons", "inputs"))
+    W = checks.tensor("W", W, ("neurons", "inputs")).detach()
     _, values, rows = torch.linalg.svd(W, full_matrices=False)
     beta = min(W.shape) / max(W.shape)
     level = 0.56 * beta**3 - 0.95 * beta**2 + 1.82 * beta + 1.43

@@ -13,6 +13,7 @@ spectrally isolated modes survive, for which `isolation` is one precise meaning,
 makes networks of any spectrum.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -37,8 +38,9 @@ def weighted_kkt(strengths, *, neurons=None, labels=None, seed: int = 0) -> KKTN
     Args:
         strengths: β, above 0: the singular values of the tensor, flattened to a matrix. Shape
             ``(samples,)``.
-        neurons: Which of the :math:`n(n+1)/2` to keep, in the order of `exact_kkt`: samples first,
-            then pairs; each sample in one at least. None keeps all. All margins are 1 in any case.
+        neurons: Numbers of those to keep of the :math:`n(n+1)/2`, in the order of `exact_kkt`:
+            samples first, then pairs; each sample in one at least. None keeps all. All margins are
+            1 in any case.
         labels: −1 and 1; None draws them. Shape ``(samples,)``.
         seed: Of labels and directions.
 
@@ -67,10 +69,7 @@ def weighted_kkt(strengths, *, neurons=None, labels=None, seed: int = 0) -> KKTN
     if n > 1:
         members = torch.cat([members, members[pairs[:, 0]] + members[pairs[:, 1]]])
     if neurons is not None:
-        kept = [checks.count("each number in neurons", int(j), at_least=0) for j in neurons]
-        if max(kept, default=0) >= len(members):
-            raise ValueError(f"neurons must be numbers below {len(members)}; got {max(kept)}.")
-        members = members[kept]
+        members = members[_kept(neurons, len(members))]
         if not members.any(dim=0).all():
             lonely = int((~members.any(dim=0)).int().argmax())
             raise ValueError(f"neurons must hold each sample once at least; {lonely} is in none.")
@@ -83,6 +82,17 @@ def weighted_kkt(strengths, *, neurons=None, labels=None, seed: int = 0) -> KKTN
     X = lengths[:, None] * frame
     parts = (W @ frame, a, X, y, beta / lengths.pow(3))
     return KKTNetwork(*(kind.back(part) for part in parts))
+
+
+def _kept(neurons, total: int) -> list[int]:
+    if not isinstance(neurons, Iterable):
+        raise ValueError(
+            f"neurons must list numbers of neurons or be None; got {checks.shown(neurons)}."
+        )
+    numbers = neurons.tolist() if hasattr(neurons, "tolist") else neurons
+    return [
+        checks.count("each number in neurons", j, at_least=0, at_most=total - 1) for j in numbers
+    ]
 
 
 def coverage(W, X, *, degree: int = 3):
@@ -99,7 +109,7 @@ def coverage(W, X, *, degree: int = 3):
         degree: α, from 2.
 
     Returns:
-        From 0 to 1. Shape ``(samples,)``.
+        From 0 to 1, of the kind of ``W``. Shape ``(samples,)``.
 
     Raises:
         ValueError: If shapes disagree, a number is not finite, or a row is 0.
@@ -117,7 +127,8 @@ def coverage(W, X, *, degree: int = 3):
     for name, rows in (("W", W), ("X", X)):
         norms = rows.norm(dim=1, keepdim=True)
         if not norms.all():
-            raise ValueError(f"{name} must have no row of zeros; got one.")
+            lonely = int((norms[:, 0] == 0).int().argmax())
+            raise ValueError(f"{name} must have no row of zeros; row {lonely} is one.")
         units.append(monomials(rows / norms, power))
     _, values, basis = torch.linalg.svd(units[0], full_matrices=False)
     basis = basis[values > 1e-10 * values[0]]
@@ -135,7 +146,7 @@ def isolation(strengths):
         strengths: Singular values, of at least 0; two or more. Shape ``(samples,)``.
 
     Returns:
-        From 0 to 1. Shape ``(samples,)``.
+        From 0 to 1, of the kind of ``strengths``. Shape ``(samples,)``.
 
     Raises:
         ValueError: If a number is below 0 or not finite, or there are fewer than two.
@@ -148,8 +159,12 @@ def isolation(strengths):
         array([0.25, 0.25, 0.5 ])
     """
     beta, kind = real("strengths", strengths, ("samples",))
-    if len(beta) < 2 or not (beta >= 0).all() or not beta.max() > 0:
-        raise ValueError("strengths must hold two numbers of at least 0, not all 0; got others.")
+    if len(beta) < 2:
+        raise ValueError("strengths must hold two numbers or more; got 1.")
+    if not (beta >= 0).all():
+        raise ValueError(f"strengths must be at least 0; got {float(beta.min()):g}.")
+    if not beta.max() > 0:
+        raise ValueError("strengths must not all be 0; got zeros only.")
     gaps = (beta[:, None] - beta[None, :]).abs()
     gaps.fill_diagonal_(torch.inf)
     return kind.back(gaps.amin(dim=1) / beta.max())
@@ -187,7 +202,7 @@ def power_modes(
     Args:
         W: First layer, neurons that count alone. Shape ``(neurons, inputs)``.
         a: Second layer. Shape ``(neurons,)``.
-        modes: How many to look for.
+        modes: How many to look for, at most as many as inputs.
         symmetric: Fit the symmetric tensor of least norm instead of the map.
         starts: Random points to start from, for each mode.
         steps: Iterations.
@@ -197,7 +212,8 @@ def power_modes(
         The modes, of the kind of ``W``.
 
     Raises:
-        ValueError: If shapes disagree, a number is not finite, or a neuron is 0.
+        ValueError: If shapes disagree, a number is not finite, a neuron is 0, or an argument is
+            none of the above.
 
     Reference:
         Anandkumar et al. (2014). Tensor decompositions for learning latent variable models. Journal
@@ -220,7 +236,7 @@ def power_modes(
     random = generator(checks.count("seed", seed, at_least=0))
     shape = (checks.count("starts", starts), W.shape[1])
     found, values = W[:0], a[:0]
-    for _ in range(checks.count("modes", modes)):
+    for _ in range(checks.count("modes", modes, at_most=W.shape[1])):
         u = torch.randn(*shape, generator=random, dtype=torch.float64).to(W)
         u = u / u.norm(dim=1, keepdim=True)
         for _ in range(checks.count("steps", steps)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatbook import checks
 from flatbook.reconstruction.inputs import degree as checked_degree
-from flatbook.reconstruction.inputs import network, real, signs
+from flatbook.reconstruction.inputs import network, real, signs, weights_norm
 from flatbook.reconstruction.interpolation import monomials
 
 CUBIC = (0.0, 0.0, 0.0, 1.0)
@@ -72,9 +72,9 @@ def train_polynomial(
         a: Second layer. Shape ``(neurons,)`` or ``(runs, neurons)``.
         X: Samples. Shape ``(samples, inputs)``, or one set for each run.
         y: Labels, −1 and 1. Shape ``(samples,)``, or a row for each run.
-        activation: Coefficients of :math:`t^0, t^1, \ldots, t^\alpha`.
+        activation: Coefficients of :math:`t^0, t^1, \ldots, t^\alpha`, with α from 2.
         steps: Number of steps.
-        rate: Of the rule above; without it, the constant rate.
+        rate: The share in the rule above; of plain gradient descent, the constant rate.
         scaled: False makes plain gradient descent on L.
         at: After which steps to keep the weights; the last is always kept. None keeps only this.
 
@@ -82,8 +82,8 @@ def train_polynomial(
         The weights kept, of the kind of ``W``.
 
     Raises:
-        ValueError: If shapes disagree, a number is not finite, or a label is neither −1 nor 1; or
-            if plain descent diverges.
+        ValueError: If shapes disagree, a number is not finite, all weights of a network are 0, or a
+            label is neither −1 nor 1; or if plain descent diverges or outputs overflow.
 
     Example:
         One neuron and one sample end at :math:`w^2 = 3 a^2`, as KKT asks.
@@ -92,33 +92,52 @@ def train_polynomial(
         >>> bool(end.margins[-1] > 50), round(float(end.W[-1, 0, 0] / end.a[-1, 0]), 2)
         (True, 1.73)
     """
-    single = np.ndim(W) != 3
+    single, shared = _dimensions(W) != 3, _dimensions(X) == 2
     W, kind = real("W", W, ("neurons", "inputs") if single else ("runs", "neurons", "inputs"))
     a, _ = real("a", a, tuple(W.shape[:-1]), like=W)
     runs = () if single else (len(W),)
-    shared = np.ndim(X) == 2
     X, _ = real("X", X, (*(() if shared else runs), "samples", W.shape[-1]), like=W)
     size = X.shape[-2]
-    labels = () if np.ndim(y) == 1 else runs
+    labels = () if _dimensions(y) == 1 else runs
     flat, _ = real("y", y, (*labels, size), like=W)
     y = signs("y", flat.flatten(), flat.numel(), like=W).reshape(flat.shape)
     coefficients = _activation(activation)
     steps, rate = checks.count("steps", steps), checks.positive("rate", rate)
     checks.flag("scaled", scaled)
-    keep = {steps} | {
-        checks.count("each number in at", step, at_least=0, at_most=steps) for step in at or ()
-    }
+    keep = {steps} | _kept(at, steps)
     if single:
         W, a = W[None], a[None]
+    for first, second in zip(W, a, strict=True):
+        weights_norm(first, second)
     found = _descend(W, a, X, y, coefficients, steps, rate, scaled, keep)
     parts = [torch.stack(part) for part in zip(*found, strict=True)]
     if not all(part.isfinite().all() for part in parts):
+        if scaled:
+            raise ValueError("W, a and X must give outputs that are finite; got inf or nan.")
         raise ValueError(f"rate must be small enough for plain descent to stay finite; got {rate}.")
     parts = [part[:, 0] if single else part for part in parts]
     return Path(sorted(keep), *(kind.back(part) for part in parts))
 
 
+def _dimensions(value) -> int:
+    try:
+        return np.ndim(value)
+    except ValueError:  # rows of different lengths, which are refused in due course
+        return 0
+
+
+def _kept(at, steps: int) -> set[int]:
+    if at is None:
+        return set()
+    if not isinstance(at, Iterable):
+        raise ValueError(f"at must list numbers of steps or be None; got {checks.shown(at)}.")
+    numbers = at.tolist() if hasattr(at, "tolist") else at
+    return {checks.count("each number in at", step, at_least=0, at_most=steps) for step in numbers}
+
+
 def _activation(activation) -> list[float]:
+    if hasattr(activation, "tolist"):
+        activation = activation.tolist()
     if not isinstance(activation, Sequence) or len(activation) < 3:
         raise ValueError(
             "activation must list the coefficients of t^0, t^1 and so on, three at least; got "
@@ -157,7 +176,8 @@ def _descend(W, a, X, y, coefficients, steps, rate, scaled, keep):
                 for w, v in ((first, second), (W, a))
             )
             most = squares.amax(dim=-1).sqrt()
-            eta = rate / ((p * squares).sum(-1) + pull * most + alpha * pull / norm)
+            curve = (p * squares).sum(-1) + pull * most + alpha * pull / norm
+            eta = rate / curve.clamp(min=torch.finfo(curve.dtype).tiny)  # 0 at samples of 0
         W, a = W + eta[..., None, None] * first, a + eta[..., None] * second
 
 
@@ -185,14 +205,16 @@ def active_neurons(
         a: Second layer. Shape ``(neurons,)``.
         degree: α, from 2.
         share: A neuron is active if its strength :math:`|a_j| \|w_j\|^\alpha` exceeds this share of
-            the largest.
-        cosine: Neurons with a larger cosine, up to sign, share a direction, that of the strongest.
+            the largest; from 0 to below 1.
+        cosine: Neurons with a larger cosine, up to sign, share a direction, that of the strongest;
+            from 0 to 1.
 
     Returns:
         Directions and strengths, of the kind of ``W``.
 
     Raises:
-        ValueError: If shapes disagree, a number is not finite, or all neurons are 0.
+        ValueError: If shapes disagree, a number is not finite, all neurons are 0, or an argument is
+            none of the above.
 
     Example:
         Two neurons share a direction; the third is too weak.
@@ -204,6 +226,8 @@ def active_neurons(
     W, a, kind = network(W, a)
     alpha = checked_degree(degree)
     share, cosine = checks.fraction("share", share), checks.fraction("cosine", cosine)
+    if share == 1:
+        raise ValueError("share must be below 1, or no neuron is active; got 1.")
     norms = W.norm(dim=1)
     sizes = a.abs() * norms.pow(alpha)
     if not sizes.max() > 0:
@@ -240,7 +264,7 @@ def gram_spectrum(W, *, degree: int = 3, rank: int | None = None):
 
     Returns:
         The :math:`N = \binom{s+\alpha-2}{\alpha-1}` largest, the largest first and 0 where there
-        are fewer. Shape ``(N,)``.
+        are fewer, of the kind of ``W``. Shape ``(N,)``.
 
     Raises:
         ValueError: If a number is not finite, or an argument is none of the above.
