@@ -178,7 +178,7 @@ class SampleSplitting:
         most: Never more candidates than this; None for any number.
         direction: ``"eigenvector"``; ``"random"`` moves the halves of the same candidates along a
             random line; ``"fresh"`` leaves them whole and adds as many new candidates, drawn as
-            the first ones were.
+            the first ones were, each with the multiplier of one that would have split.
         lanczos: Products with every splitting matrix for a check.
 
     Raises:
