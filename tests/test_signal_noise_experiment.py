@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatbook.experiments import _signal_unlearning as unlearning
-from flatbook.experiments import execute, signal_noise
+from flatbook.experiments import execute, rounded, signal_noise
 from flatbook.theory.coordinates import outputs
 from flatbook.theory.population import evaluate
 from flatbook.theory.settings import Setting, along, crossing
@@ -159,7 +159,7 @@ def test_thresholds_are_found_where_they_are():
 
 def test_short_numbers():
     value = {"a": np.array([[1.23456789]]), "b": (1, 2.0), "c": float("nan")}
-    short = signal_noise._short(value)
+    short = rounded(value, 5)
     assert short["a"] == [[1.2346]]
     assert short["b"] == [1, 2.0]
     assert math.isnan(short["c"])

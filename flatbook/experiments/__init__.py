@@ -88,6 +88,22 @@ def gather(runs: list[dict]) -> dict:
     return {name: [run[name] for run in runs] for name in runs[0]}
 
 
+def rounded(value, digits: int):
+    """Return nested numbers with so many significant digits; anything else as it is.
+
+    Example:
+        >>> rounded({"a": (0.123456, 7), "b": "word"}, 3)
+        {'a': [0.123, 7], 'b': 'word'}
+    """
+    if isinstance(value, dict):
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [rounded(inner, digits) for inner in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 class Experiment(Protocol):
     """What the module of an experiment offers; see the top of this page."""
 

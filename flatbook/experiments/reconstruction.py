@@ -10,13 +10,14 @@ Candidates live in the row space of the first layer (`row_space`) but where ``pi
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from flatbook.data import load
-from flatbook.experiments import Outcome
+from flatbook.experiments import Outcome, rounded
 from flatbook.reconstruction import (
     NetworkObjective,
     SampleSplitting,
@@ -101,6 +102,8 @@ SEARCH = {
 """Settings of every search, chosen on a training set that is in no result."""
 
 SHARPNESS = 100.0
+
+_short = partial(rounded, digits=4)  # more than their errors allow
 
 
 def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int = 0) -> Outcome:
@@ -400,11 +403,3 @@ def _deep(config: Config, seed: int) -> dict:
         found = _search(objective, basis, problem, "margin", small, count, 0, rule)
         result["arms"][arm] = _scores(found, problem, full=True)
     return result
-
-
-def _short(value):
-    """Return numbers with four digits, which is more than their errors allow."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list):
-        return [_short(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

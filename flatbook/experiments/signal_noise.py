@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from flatbook.experiments import Outcome, gather
+from flatbook.experiments import Outcome, gather, rounded
 from flatbook.experiments._signal_unlearning import alphas, error, panels, unlearning_settings
 from flatbook.theory.coordinates import by_class, outputs
 from flatbook.theory.settings import HARMFUL, STEPS, Setting, along, crossing
@@ -98,18 +98,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
 
 def _study(task) -> dict:
     name, config, seed = task
-    return _short(STUDIES[name](config, seed))
-
-
-def _short(value):
-    """Return numbers with five digits, which is more than their errors allow."""
-    if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_short(inner) for inner in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return rounded(STUDIES[name](config, seed), 5)  # more than their errors allow
 
 
 # --- standard training ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flatbook.experiments import Outcome, gather
+from flatbook.experiments import Outcome, gather, rounded
 from flatbook.reconstruction.eigenvectors import find_z_eigenvectors
 from flatbook.reconstruction.fixture import exact_kkt
 from flatbook.reconstruction.interpolation import monomial_count
@@ -114,18 +114,7 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
 
 def _study(task) -> dict:
     name, config, seed = task
-    return _short(STUDIES[name](config, seed))
-
-
-def _short(value):
-    """Return numbers with four digits, which is more than their errors allow."""
-    if isinstance(value, dict):
-        return {key: _short(inner) for key, inner in value.items()}
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_short(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return rounded(STUDIES[name](config, seed), 4)  # more than their errors allow
 
 
 # --- data and errors --------------------------------------------------------------------------

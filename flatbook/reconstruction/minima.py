@@ -83,13 +83,13 @@ def prune_neurons(W, a, X, *, degree: int = 3):
         positiven harmonischen Funktionen. Rendiconti del Circolo Matematico di Palermo.
 
     Example:
-        Three neurons that separate two samples; two can do so for less.
+        Three neurons that separate two samples; fewer can do so for less.
 
         >>> from flatbook.reconstruction import exact_kkt
         >>> net = exact_kkt(2, seed=1)
         >>> W, a = prune_neurons(net.W, net.a, net.X)
-        >>> len(a), bool(a.square().sum() < net.a.square().sum())
-        (2, True)
+        >>> len(a) <= 2, bool(a.square().sum() < net.a.square().sum())
+        (True, True)
     """
     W, a, kind = network(W, a)
     X, _ = real("X", X, ("samples", W.shape[1]), like=W)

@@ -160,7 +160,7 @@ class ShallowObjective:
         )
         return inside
 
-    def withsharpness_of(self, sharpness: float) -> "ShallowObjective":
+    def with_sharpness(self, sharpness: float) -> "ShallowObjective":
         """Return the same objective with another smoothing of ReLU."""
         other = object.__new__(ShallowObjective)
         other.__dict__.update(self.__dict__, sharpness=sharpness_of(sharpness))

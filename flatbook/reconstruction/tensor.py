@@ -134,7 +134,8 @@ def recover(
         >>> from flatbook.reconstruction import exact_kkt
         >>> network = exact_kkt(2, X=[[0.6, 0.8], [0.8, -0.6]], labels=[1, -1])
         >>> found = recover(network.W, network.a)
-        >>> found.X.round(6), found.y
+        >>> order = found.y.argsort()  # samples come in no particular order
+        >>> found.X[order].round(6), found.y[order]
         (array([[ 0.8, -0.6],
                [ 0.6,  0.8]]), array([-1.,  1.]))
         >>> try:
