@@ -15,6 +15,7 @@ from flatbook.reconstruction import (
     TwoLayer,
     exact_kkt,
     least_curvatures,
+    match,
     recover,
 )
 from flatbook.reconstruction.interpolation import monomials
@@ -38,10 +39,7 @@ def error(found, samples) -> float:
         torch.as_tensor(part, dtype=torch.float64) / torch.as_tensor(part).norm(dim=1, keepdim=True)
         for part in (found, samples)
     )
-    inner = samples @ found.T
-    best = inner.abs().argmax(dim=1)
-    sign = inner.gather(1, best[:, None]).sign()
-    return float((sign * found[best] - samples).norm(dim=1).max())
+    return float(match(found, samples, measure="distance", signed=False).score.max())
 
 
 def least_squares(W, a):

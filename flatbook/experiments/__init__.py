@@ -38,7 +38,7 @@ import importlib
 import inspect
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -86,6 +86,48 @@ class Outcome:
 def gather(runs: list[dict]) -> dict:
     """Turn a list of measurements into a measurement of lists, one entry a seed."""
     return {name: [run[name] for run in runs] for name in runs[0]}
+
+
+def run_studies(
+    studies: Mapping[str, Callable],
+    seeds: Mapping[str, Sequence[int]],
+    config: Any,
+    *,
+    digits: int,
+    checkpoint=None,
+    progress: bool = False,
+    workers: int = 0,
+) -> dict[str, list[dict]]:
+    """Run studies that are each repeated over seeds, as units of work of their own.
+
+    Args:
+        studies: Functions of a module, by name; each takes the configuration and a seed.
+        seeds: The seeds of each study.
+        config: What the studies depend on.
+        digits: Significant digits of what is kept.
+        checkpoint: The folder of :func:`flatbook.units.units`.
+        progress: As there.
+        workers: As there.
+
+    Returns:
+        For each study what it returned, one entry a seed.
+    """
+    from flatbook.units import units
+
+    tasks = {
+        f"{name}-{seed}": (study, config, seed, digits)
+        for name, study in studies.items()
+        for seed in seeds[name]
+    }
+    found = units(
+        checkpoint, tasks, _study, config=config, workers=workers, progress=progress, label="parts"
+    )
+    return {name: [found[f"{name}-{seed}"] for seed in seeds[name]] for name in studies}
+
+
+def _study(task):
+    study, config, seed, digits = task
+    return rounded(study(config, seed), digits)
 
 
 def rounded(value, digits: int):

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from flatbook.experiments import Outcome, gather, rounded
+from flatbook.experiments import Outcome, gather, run_studies
 from flatbook.experiments._signal_unlearning import alphas, error, panels, unlearning_settings
 from flatbook.theory.coordinates import by_class, outputs
 from flatbook.theory.settings import HARMFUL, STEPS, Setting, along, crossing
-from flatbook.units import units
 
 LABEL_STEPS = 800
 """Steps with flipped labels, which SAM never fits."""
@@ -81,24 +80,17 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     """Run every study on every seed."""
     seeds = {name: range(config.seeds) for name in STUDIES}
     seeds["alphas"] = range(config.alpha_seeds)
-    tasks = {f"{name}-{seed}": (name, config, seed) for name in STUDIES for seed in seeds[name]}
-    found = units(
-        checkpoint, tasks, _study, config=config, workers=workers, progress=progress, label="parts"
+    found = run_studies(
+        STUDIES, seeds, config, digits=5, checkpoint=checkpoint, progress=progress, workers=workers
     )
     values = {}
-    for name in STUDIES:
-        parts = [found[f"{name}-{seed}"] for seed in seeds[name]]
+    for name, parts in found.items():
         values[name] = {key: gather([part[key] for part in parts]) for key in parts[0]}
     grid = values["phase"]["maps"]
     values["phase"]["maps"] = {
         key: np.mean(maps, axis=0).round(4) for key, maps in grid.items()
     } | dict(zip(("dims", "signals"), map_axes(config), strict=True))
     return Outcome(values, seeds=range(config.seeds))
-
-
-def _study(task) -> dict:
-    name, config, seed = task
-    return rounded(STUDIES[name](config, seed), 5)  # more than their errors allow
 
 
 # --- standard training ------------------------------------------------------------------------

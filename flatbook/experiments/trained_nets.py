@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flatbook.experiments import Outcome, gather, rounded
+from flatbook.experiments import Outcome, gather, run_studies
 from flatbook.reconstruction.eigenvectors import find_z_eigenvectors
 from flatbook.reconstruction.fixture import exact_kkt
 from flatbook.reconstruction.interpolation import monomial_count
 from flatbook.reconstruction.kkt import polynomial_network
+from flatbook.reconstruction.matching import match
 from flatbook.reconstruction.minima import norm_cost, one_neuron
 from flatbook.reconstruction.multipliers import fit_multipliers
 from flatbook.reconstruction.survivors import coverage, isolation, power_modes, weighted_kkt
@@ -25,7 +26,6 @@ from flatbook.reconstruction.trained import (
     train_polynomial,
 )
 from flatbook.runtime import generator
-from flatbook.units import units
 
 KINDS = ("orthonormal", "gaussian")
 ACTIVATIONS = {
@@ -96,13 +96,11 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
     """Run every study on every seed."""
     seeds = {name: range(config.seeds) for name in STUDIES}
     seeds["survivors"] = range(config.survivor_seeds)
-    tasks = {f"{name}-{seed}": (name, config, seed) for name in STUDIES for seed in seeds[name]}
-    found = units(
-        checkpoint, tasks, _study, config=config, workers=workers, progress=progress, label="parts"
+    found = run_studies(
+        STUDIES, seeds, config, digits=4, checkpoint=checkpoint, progress=progress, workers=workers
     )
     values = {}
-    for name in STUDIES:
-        parts = [found[f"{name}-{seed}"] for seed in seeds[name]]
+    for name, parts in found.items():
         values[name] = {
             key: gather([part[key] for part in parts])
             if isinstance(parts[0][key], dict)
@@ -110,11 +108,6 @@ def run(config: Config, *, checkpoint=None, progress: bool = False, workers: int
             for key in parts[0]
         }
     return Outcome(values, seeds=range(config.seeds))
-
-
-def _study(task) -> dict:
-    name, config, seed = task
-    return rounded(STUDIES[name](config, seed), 4)  # more than their errors allow
 
 
 # --- data and errors --------------------------------------------------------------------------
@@ -141,12 +134,10 @@ def start(m: int, n: int, scale: float, seed: int) -> tuple[torch.Tensor, torch.
 
 def direction_errors(guesses, X) -> np.ndarray:
     """Return the distance of each sample's direction from the nearest guess, up to sign."""
-    X = np.asarray(X) / np.linalg.norm(X, axis=1, keepdims=True)
     if len(guesses) == 0:
         return np.full(len(X), math.sqrt(2))
-    guesses = np.asarray(guesses) / np.linalg.norm(guesses, axis=1, keepdims=True)
-    near = [np.linalg.norm(X[:, None] - sign * guesses, axis=2).min(axis=1) for sign in (1, -1)]
-    return np.minimum(*near)
+    guesses, X = (np.asarray(v) / np.linalg.norm(v, axis=1, keepdims=True) for v in (guesses, X))
+    return match(guesses, X, measure="distance", signed=False).score
 
 
 def attack(W, a, X, neurons) -> tuple[np.ndarray, float]:
@@ -313,14 +304,13 @@ def survivors(config: Config, seed: int) -> dict:
         strengths = random.permutation(spectrum)
         order = random.permutation(total)
         for share in config.shares:
-            kept = order[: round(share * total)]
             while True:  # each sample must be in a neuron
+                kept = order[: round(share * total)]
                 try:
                     net = weighted_kkt(strengths, neurons=kept, seed=seed)
                     break
                 except ValueError:
                     order = random.permutation(total)
-                    kept = order[: round(share * total)]
             values[f"{name}-{share:g}"] = _survivors(net, strengths, seed)
     return values
 

@@ -253,8 +253,8 @@ class _Search:
 
     def advance(self) -> None:
         """Make one step, after a split if one is due."""
-        rule, options = self.splitting, self.options
-        if rule is not None and self.step and self.step % rule.every == 0 and self._may_split():
+        options = self.options
+        if self._may_split() and self.step and self.step % self.splitting.every == 0:
             self._split()
         loss, dX, dm = self.objective.gradients(self.X, self.multipliers, self.labels)
         if not math.isfinite(loss):
@@ -304,9 +304,7 @@ class _Search:
 
     def settled(self) -> bool:
         """Return whether the loss hardly falls any more, and no split is to come."""
-        if not self.options.settled or len(self.losses) < 6:
-            return False
-        if self.splitting is not None and self._may_split():
+        if not self.options.settled or len(self.losses) < 6 or self._may_split():
             return False
         return self.losses[-6] - self.losses[-1] < self.options.settled * abs(self.losses[-6])
 

@@ -87,8 +87,8 @@ class NetworkObjective:
         Raises:
             ValueError: If they are not.
         """
-        inside = object.__new__(NetworkObjective)
-        inside.__dict__.update(self.__dict__, basis=frame(basis, "inputs", self.like))
+        inside = copy.copy(self)
+        inside.basis = frame(basis, "inputs", self.like)
         return inside
 
     def outputs(self, X: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ gradients in candidates and multipliers) and ``splitting`` (the products :math:`
 matrices of `flatbook.reconstruction.splitting`).
 """
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -124,7 +125,6 @@ class ShallowObjective:
         network = _weights("network", network)
         self.network, self.sharpness = network, sharpness_of(sharpness)
         self.target = network
-        self.same = start is None
         if start is not None:
             start = TwoLayer(*(part.to(network.W) for part in _weights("start", start)))
             for name, mine, theirs in zip(network._fields, start, network, strict=True):
@@ -136,6 +136,11 @@ class ShallowObjective:
     def inputs(self) -> int:
         """Length of a candidate."""
         return self.network.W.shape[1]
+
+    @property
+    def same(self) -> bool:
+        """Whether the target is the network itself, which saves a product with the weights."""
+        return self.target is self.network
 
     @property
     def like(self) -> Tensor:
@@ -152,8 +157,7 @@ class ShallowObjective:
             ValueError: If they are not.
         """
         basis = frame(basis, self.inputs, self.like)
-        inside = object.__new__(ShallowObjective)
-        inside.sharpness, inside.same, inside.square = self.sharpness, self.same, self.square
+        inside = copy.copy(self)
         inside.network = self.network._replace(W=self.network.W @ basis.T)
         inside.target = (
             inside.network if self.same else self.target._replace(W=self.target.W @ basis.T)
@@ -162,8 +166,8 @@ class ShallowObjective:
 
     def with_sharpness(self, sharpness: float) -> "ShallowObjective":
         """Return the same objective with another smoothing of ReLU."""
-        other = object.__new__(ShallowObjective)
-        other.__dict__.update(self.__dict__, sharpness=sharpness_of(sharpness))
+        other = copy.copy(self)
+        other.sharpness = sharpness_of(sharpness)
         return other
 
     def outputs(self, X: Tensor) -> Tensor:
@@ -178,12 +182,8 @@ class ShallowObjective:
             Inner products of the candidates' gradients with each other, of shape ``(candidates,
             candidates)``, and with the target, of shape ``(candidates,)``.
         """
-        W, bias, V = self.network
-        z = X @ W.T + bias
-        value, slope = self._activations(z, 1)
-        code = codes(value @ V.T, labels)
-        B = (code @ V) * slope
-        along = z if self.same else X @ self.target.W.T + self.target.bias
+        code, along, (value, slope) = self._forward(X, labels, 1)
+        B = (code @ self.network.V) * slope
         G = (B * along).sum(dim=1) + ((code @ self.target.V) * value).sum(dim=1)
         return (X @ X.T + 1) * (B @ B.T) + (code @ code.T) * (value @ value.T), G
 
@@ -197,13 +197,9 @@ class ShallowObjective:
         self, X: Tensor, multipliers: Tensor, labels: Tensor
     ) -> tuple[float, Tensor, Tensor]:
         """Compute L and its gradients in candidates and multipliers."""
-        W, bias, V = self.network
-        z = X @ W.T + bias
-        value, slope, bend = self._activations(z, 2)
-        code = codes(value @ V.T, labels)
-        A = code @ V
+        code, along, (value, slope, bend) = self._forward(X, labels, 2)
+        A = code @ self.network.V
         B = A * slope
-        along = z if self.same else X @ self.target.W.T + self.target.bias
         heads = code @ self.target.V
         weighted = multipliers[:, None]
         gram, signs = X @ X.T + 1, code @ code.T
@@ -214,6 +210,7 @@ class ShallowObjective:
         pull = (gram * slopes) @ multipliers + ((signs * (value @ value.T)) @ multipliers)
         dz = -2 * weighted * (first.mul_(A).mul_(bend).add_(second.mul_(slope)))
         dB = (-2 * weighted) * B
+        W = self.network.W
         dX = (dz.add_(dB) @ W) if self.same else torch.addmm(dz @ W, dB, self.target.W)
         dX += 2 * weighted * ((slopes * multipliers) @ X)
         loss = self.square + float(multipliers @ (pull - 2 * G))
@@ -230,13 +227,10 @@ class ShallowObjective:
         with what the candidates leave of the target, R in the first layer (:math:`r_{ij} =
         \langle R_j, \tilde x_i \rangle`) and s in the second.
         """
-        W, bias, V = self.network
-        z = X @ W.T + bias
-        value, slope, bend, twist = self._activations(z, 3)
-        code = codes(value @ V.T, labels)
-        A = code @ V
+        W = self.network.W
+        code, along, (value, slope, bend, twist) = self._forward(X, labels, 3)
+        A = code @ self.network.V
         B = A * slope * multipliers[:, None]
-        along = z if self.same else X @ self.target.W.T + self.target.bias
         first = along - (X @ X.T + 1) @ B
         second = code @ self.target.V - (code @ (code.T @ (multipliers[:, None] * value)))
         factor = -2 * multipliers[:, None]
@@ -252,6 +246,14 @@ class ShallowObjective:
             return out - (crossed @ B.T) @ X
 
         return apply
+
+    def _forward(self, X: Tensor, labels: Tensor, order: int):
+        """Return the codes, what the first layer of the target makes of X, and activations."""
+        W, bias, V = self.network
+        z = X @ W.T + bias
+        activations = self._activations(z, order)
+        along = z if self.same else X @ self.target.W.T + self.target.bias
+        return codes(activations[0] @ V.T, labels), along, activations
 
     def _activations(self, z: Tensor, order: int) -> list[Tensor]:
         """Return σ and its derivatives up to an order."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flatbook import checks
-from flatbook.reconstruction.splitting import SampleSplitting, given, least_curvatures
+from flatbook.reconstruction.splitting import SampleSplitting, given
 
 
 class SecondOrderPoint(NamedTuple):
@@ -97,14 +97,13 @@ def second_order_point(
         if size > epsilon and steps < max_steps:
             X, steps, split = X - rate * slope, steps + 1, False
             continue
-        found = least_curvatures(objective, X, multipliers, labels, steps=lanczos, seed=seed)
-        least = float(found.values.min())
-        if least >= bound or steps >= max_steps:
-            reached = size <= epsilon and least >= bound
-            break
         share = max(0.5, 1 / len(X))  # a single candidate too
         rule = SampleSplitting(threshold=bound, step=apart, share=share, lanczos=lanczos)
         after = rule.split(objective, X, multipliers, labels, seed=seed)
+        least = float(after.curvatures[0])
+        if least >= bound or steps >= max_steps:
+            reached = size <= epsilon and least >= bound
+            break
         X, multipliers, labels = after.X, after.multipliers, after.labels
         splits, split = splits + 1, True
     losses = torch.tensor(losses, dtype=torch.float64)

@@ -104,7 +104,7 @@ def train_two_layer(
     inside = start.W @ frame.T
     outside = start.W - inside @ frame
     bias, V = start.bias.clone(), start.V.clone()
-    kept, losses, rate = 1.0, [], lr
+    kept, losses = 1.0, []
     with bar(steps, label="training", unit="step", show=progress) as shown:
         for step in range(steps):
             z = torch.addmm(bias, inner, inside.T)
@@ -124,8 +124,7 @@ def train_two_layer(
             shown.update()
     network = TwoLayer(kept * outside + inside @ frame, bias, V)
     out = network(X)
-    code = codes(out, y if outputs > 1 else y.to(X))
-    margins = (code * out).sum(dim=1)
+    margins = (codes(out, y) * out).sum(dim=1)
     if not margins.isfinite().all():
         raise ValueError(f"lr must let training converge; {lr:g} diverged at step {steps}.")
     return Training(network, start, torch.tensor(losses, dtype=torch.float64), margins)
