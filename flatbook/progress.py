@@ -6,6 +6,8 @@ import sys
 
 from tqdm.std import tqdm
 
+from flatbook import checks
+
 
 def bar(
     total: int, *, label: str, unit: str = "it", done: int = 0, show: bool | None = None
@@ -20,6 +22,9 @@ def bar(
         show: None shows the bar in notebooks and where stderr is a terminal, unless
             ``FLATBOOK_PROGRESS`` is 0. True and False are obeyed.
 
+    Raises:
+        ValueError: If ``show``, which callers take as ``progress``, is none of these.
+
     Example:
         >>> with bar(3, label="stirring", show=False) as steps:
         ...     steps.update(3)
@@ -29,7 +34,7 @@ def bar(
     kind = tqdm
     if _in_notebook() and importlib.util.find_spec("ipywidgets"):
         from tqdm.notebook import tqdm as kind  # needs ipywidgets, and complains without
-    shown = wanted() if show is None else show
+    shown = wanted() if show is None else checks.flag("progress", show)
     return kind(total=total, initial=done, desc=label, unit=unit, disable=not shown)
 
 

@@ -1049,6 +1049,8 @@ REFUSED = [
     (lambda: train_two_layer(normal(2, 5), pair, lr=1e200, steps=3), "lr must let training conv"),
     (lambda: train_two_layer(normal(2, 5), pair, lr=1e200, steps=1), "lr must let training conv"),
     (lambda: reconstruct("objective", pair, inputs=5), "objective must be a ShallowObjective or"),
+    (lambda: single.with_sharpness(torch.ones(2)), "sharpness must be a finite number above 0"),
+    (lambda: train_two_layer(normal(2, 5), pair, progress="x"), "progress must be True"),
     (lambda: reconstruct(single, pair[None], inputs=5), "labels must have shape"),
     (lambda: reconstruct(single, one / 0, inputs=5), "labels must be finite"),
     (lambda: reconstruct(single, pair, inputs=4), "inputs must be the length of a sample of the"),

@@ -130,6 +130,7 @@ def test_training_nears_a_kkt_point():
         ({"activation": (0.0, 0.0, 1.0, 0.0)}, "end with a coefficient other than 0"),
         ({"at": [99]}, "at must be a whole number from 0 to 5"),
         ({"at": 3}, "at must list numbers of steps or be None; got 3"),
+        ({"at": torch.tensor(3)}, "at must list numbers of steps or be None; got tensor"),
         ({"W": [[1.0], [1.0, 2.0]]}, "W must be a tensor or array of numbers"),
         ({"W": torch.zeros(6, 5), "a": torch.zeros(6)}, "W and a must not all be 0"),
         ({"W": torch.full((6, 5), 1e200, dtype=torch.float64)}, "outputs that are finite"),

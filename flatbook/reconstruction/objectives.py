@@ -282,7 +282,8 @@ def frame(basis, inputs: int | str, like: Tensor) -> Tensor:
 
 def sharpness_of(value: float) -> float:
     """Return the sharpness of a smooth ReLU, which may be infinite."""
-    return math.inf if value == math.inf else checks.positive("sharpness", value)
+    endless = isinstance(value, float) and value == math.inf
+    return value if endless else checks.positive("sharpness", value)
 
 
 def _weights(name: str, network: TwoLayer) -> TwoLayer:

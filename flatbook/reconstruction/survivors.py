@@ -85,11 +85,11 @@ def weighted_kkt(strengths, *, neurons=None, labels=None, seed: int = 0) -> KKTN
 
 
 def _kept(neurons, total: int) -> list[int]:
-    if not isinstance(neurons, Iterable):
+    numbers = neurons.tolist() if hasattr(neurons, "tolist") else neurons
+    if not isinstance(numbers, Iterable):
         raise ValueError(
             f"neurons must list numbers of neurons or be None; got {checks.shown(neurons)}."
         )
-    numbers = neurons.tolist() if hasattr(neurons, "tolist") else neurons
     return [
         checks.count("each number in neurons", j, at_least=0, at_most=total - 1) for j in numbers
     ]

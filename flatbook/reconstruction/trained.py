@@ -129,9 +129,9 @@ def _dimensions(value) -> int:
 def _kept(at, steps: int) -> set[int]:
     if at is None:
         return set()
-    if not isinstance(at, Iterable):
-        raise ValueError(f"at must list numbers of steps or be None; got {checks.shown(at)}.")
     numbers = at.tolist() if hasattr(at, "tolist") else at
+    if not isinstance(numbers, Iterable):
+        raise ValueError(f"at must list numbers of steps or be None; got {checks.shown(at)}.")
     return {checks.count("each number in at", step, at_least=0, at_most=steps) for step in numbers}
 
 
